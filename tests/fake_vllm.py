@@ -1,0 +1,1002 @@
+#!/usr/bin/env python3
+"""A stand-in for `vllm serve`: its flags, endpoints, log lines and failures, with steps of milliseconds.
+
+    fake_vllm.py serve MODEL --host 127.0.0.1 --port 8000 [any flag of vLLM 0.26.0]
+
+The scheduler is vLLM's: running requests first, then waiting ones, until `max_num_batched_tokens` are
+placed; `long_prefill_token_threshold` caps one prompt's bite. A step lasts fixed + prefill tokens + decodes,
+on an absolute schedule, so budgets trade TTFT for ITL the way they do on a real server.
+
+The environment variable FAKE_VLLM, a JSON object, changes what it does; every key is a field of `Behaviour`.
+Nothing but the standard library is needed.
+"""
+# Names say it; flags wrap better as text.
+# ruff: noqa: D102, SIM905
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import re
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+VERSION = "0.26.0"
+
+# What `vllm serve --help=all` of 0.26.0 lists.
+TAKES_A_VALUE = """
+api-server-count config gdn-prefill-backend shutdown-timeout allowed-headers allowed-methods
+allowed-origins chat-template chat-template-content-format data-parallel-supervisor-port
+default-chat-template-kwargs disable-access-log-for-endpoints dp-supervisor-probe-failure-threshold
+dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s fingerprint-mode fingerprint-value
+h11-max-header-count h11-max-incomplete-event-size host log-config-file max-log-len middleware port
+response-role root-path ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile tool-call-parser
+tool-parser-plugin tool-server uds uvicorn-log-level allowed-local-media-path code-revision
+config-format convert dtype generation-config hf-config-path hf-overrides hf-token io-processor-plugin
+logprobs-mode max-logprobs max-model-len model model-class-overrides model-impl override-attention-dtype
+override-generation-config pooler-config quantization quantization-config renderer-num-workers revision
+runner seed tokenizer tokenizer-mode tokenizer-revision download-dir load-format
+model-loader-extra-config pt-load-map-location safetensors-load-strategy safetensors-prefetch-block-size
+safetensors-prefetch-num-threads attention-backend mamba-backend mamba-cache-philox-rounds
+reasoning-parser reasoning-parser-plugin all2all-backend cp-kv-cache-interleave-size
+cpu-distributed-timeout-seconds data-parallel-address data-parallel-backend data-parallel-rank
+data-parallel-rpc-port data-parallel-size data-parallel-size-local data-parallel-start-rank
+dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size
+decode-context-parallel-size device-ids distributed-executor-backend distributed-timeout-seconds
+eplb-config expert-placement-strategy master-addr master-port max-parallel-loading-workers nnodes
+node-rank pipeline-parallel-size prefill-context-parallel-size tensor-parallel-size ubatch-size
+worker-cls worker-extension-cls block-size gpu-memory-utilization kv-cache-dtype kv-cache-memory-bytes
+kv-offloading-backend kv-offloading-size mamba-block-size mamba-cache-dtype mamba-cache-mode
+mamba-ssm-cache-dtype num-gpu-blocks-override prefix-caching-hash-algo prefix-match-unit cpu-offload-gb
+offload-backend offload-group-size offload-num-in-group offload-prefetch-step limit-mm-per-prompt
+media-io-kwargs mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-tp-mode mm-ipc-gpu-memory-gb
+mm-processor-cache-gb mm-processor-cache-type mm-processor-kwargs mm-shm-cache-max-object-size-mb
+mm-tensor-ipc video-pruning-rate default-mm-loras lora-dtype max-cpu-loras max-lora-rank max-loras
+jit-monitor-mode kv-cache-metrics-sample otlp-traces-endpoint show-hidden-metrics-for-version
+long-prefill-token-threshold max-long-partial-prefills max-num-batched-tokens max-num-partial-prefills
+max-num-scheduled-tokens max-num-seqs prefill-schedule-interval scheduler-cls scheduling-policy
+stream-interval watermark max-cudagraph-capture-size ir-op-priority linear-backend moe-backend
+additional-config attention-config compilation-config diffusion-config ec-transfer-config kernel-config
+kv-events-config kv-transfer-config optimization-level performance-mode profiler-config reasoning-config
+spec-method spec-model spec-tokens speculative-config structured-outputs-config weight-transfer-config
+""".split()
+TAKES_VALUES = """
+api-key lora-modules allowed-media-domains logits-processors served-model-name ignore-patterns
+numa-bind-cpus numa-bind-nodes kv-cache-dtype-skip-layers cpu-offload-params offload-params
+lora-target-modules collect-detailed-traces cudagraph-capture-sizes
+""".split()
+SWITCHES = """
+enable-log-requests fail-on-environ-validation allow-credentials disable-fastapi-docs
+disable-uvicorn-access-log enable-auto-tool-choice enable-flash-late-interaction
+enable-force-include-usage enable-log-deltas enable-log-outputs enable-offline-docs
+enable-per-request-metrics enable-prompt-tokens-details enable-request-id-headers
+enable-server-load-tracking enable-ssl-refresh enable-tokenizer-info-endpoint
+exclude-tools-when-tool-choice-none log-error-stack return-tokens-as-token-ids tokens-only
+trust-request-chat-template allow-deprecated-quantization disable-cascade-attn disable-sliding-window
+enable-cumem-allocator enable-prompt-embeds enable-return-routed-experts enable-sleep-mode enforce-eager
+skip-tokenizer-init trust-remote-code use-fp64-gumbel use-tqdm-on-load
+enable-mamba-cache-stochastic-rounding data-parallel-external-lb data-parallel-hybrid-lb
+disable-custom-all-reduce disable-nccl-for-dp-synchronization enable-dbo enable-elastic-ep
+enable-ep-weight-filter enable-eplb enable-expert-parallel numa-bind ray-workers-use-nsight
+calculate-kv-scales enable-prefix-caching kv-sharing-fast-prefill enable-mm-embeds interleave-mm-strings
+language-model-only mm-encoder-only skip-mm-profiling enable-lora enable-mixed-moe-lora-format
+enable-moe-shared-loras enable-tower-connector-lora fully-sharded-loras specialize-active-lora
+cudagraph-metrics enable-layerwise-nvtx-tracing enable-logging-iteration-details enable-mfu-metrics
+jit-monitor-verbose kv-cache-metrics async-scheduling disable-chunked-mm-input
+disable-hybrid-kv-cache-manager enable-chunked-prefill scheduler-reserve-full-isl
+enable-bf16x3-router-gemm enable-flashinfer-autotune
+""".split()
+LONE_SWITCHES = """
+aggregate-engine-logging disable-log-stats grpc headless data-parallel-multi-port-external-lb
+""".split()
+SHORT = {
+    "-asc": "api-server-count", "-q": "quantization", "-dp": "data-parallel-size",
+    "-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dcp": "decode-context-parallel-size",
+    "-ac": "attention-config", "-cc": "compilation-config", "-sc": "speculative-config",
+    "-ep": "enable-expert-parallel",
+}  # fmt: skip
+HUMAN = {"max-model-len", "max-num-batched-tokens", "max-num-scheduled-tokens", "kv-cache-memory-bytes"}
+WHOLE = {"port", "max-num-seqs", "long-prefill-token-threshold", "stream-interval", "block-size", "seed",
+         "num-gpu-blocks-override", "max-num-partial-prefills", "max-long-partial-prefills"}  # fmt: skip
+COUNTERS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens",
+            "generation_tokens", "request_success")  # fmt: skip
+DEFAULT_BUDGET, DEFAULT_SEQS, DEFAULT_MODEL_LEN = 2048, 128, 4096
+
+START_FAILED = """\
+(EngineCore pid={pid}) ERROR {stamp} [core.py:1330] EngineCore failed to start.
+(EngineCore pid={pid}) ERROR {stamp} [core.py:1330] Traceback (most recent call last):
+(EngineCore pid={pid}) ERROR {stamp} [core.py:1330] {reason}
+(APIServer pid={pid}) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+"""  # noqa: E501
+ENGINE_DIED = """\
+(EngineCore pid={pid}) ERROR {stamp} [core.py:1332] EngineCore encountered a fatal error.
+(EngineCore pid={pid}) ERROR {stamp} [core.py:1332] Traceback (most recent call last):
+(EngineCore pid={pid}) ERROR {stamp} [core.py:1332] {reason}
+(APIServer pid={pid}) ERROR {stamp} [async_llm.py:704] vllm.v1.engine.exceptions.EngineDeadError: EngineCore \
+encountered an issue. See stack trace (above) for the root cause.
+"""
+REFUSED = """\
+(APIServer pid={pid}) Traceback (most recent call last):
+pydantic_core._pydantic_core.ValidationError: 1 validation error for SchedulerConfig
+  Value error, {reason} [type=value_error, input_value=ArgsKwargs((), {{}}), input_type=ArgsKwargs]
+    For further information visit https://errors.pydantic.dev/2.12/v/value_error
+"""
+PORT_TAKEN = """\
+(APIServer pid={pid}) Traceback (most recent call last):
+(APIServer pid={pid}) OSError: [Errno 98] Address already in use
+"""
+REASONS = {
+    "oom": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 896.00 MiB. GPU 0 has a total "
+        "capacity of 23.64 GiB of which 512.00 MiB is free."
+    ),
+    "crash": "RuntimeError: CUDA error: an illegal memory access was encountered",
+}
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What the server does beside serving; durations in seconds.
+
+    A fault of single requests is a number n (every n-th request) or an object with "every" and what it needs.
+    """
+
+    # Start and end
+    start_delay: float = 0.05
+    fail_at_start: str = ""  # oom | bad_argument | port | crash
+    hang_at_start: bool = False
+    health_while_starting: bool = True  # 503 until ready; false: connection refused, as the real one
+    ignore_term: bool = False
+    engine_child: bool = False  # a child in the same process group, as vLLM's EngineCore
+    child_escapes: bool = (
+        False  # a child in a session of its own that outlives the server (two minutes at most)
+    )
+    stop_delay: float = 0.0
+    noise_lines: int = 0  # log lines at start, for readers that must drain a pipe
+    # Conditions on arguments: a number means "at least"
+    oom_if: dict[str, Any] | None = None
+    bad_argument_if: dict[str, Any] | None = None
+    crash_if: dict[str, Any] | None = None
+    hang_if: dict[str, Any] | None = None
+    when: list[dict[str, Any]] = field(default_factory=list)  # [{"if": {...}, "then": {more behaviour}}]
+    # Under load
+    crash_after: int = 0  # completion requests received
+    oom_after: int = 0
+    freeze_at: float = -1.0  # after the first completion request
+    freeze_for: float = 0.0
+    barrier: int = 0  # no request is served before so many have arrived
+    # Stream
+    tokens_per_chunk: int = 1  # the first chunk too
+    merge_writes: int = 1  # events per write
+    split_writes: int = 0  # bytes per write
+    extras: bool = False  # comments and events without tokens in between
+    crlf: bool = False
+    no_usage: bool = False
+    no_done: bool = False
+    prompt_drift: int = 0  # added to usage.prompt_tokens
+    keep_alive: float = 5.0
+    connect_delay: float = 0.0
+    # Faults of single requests
+    http_status: Any = 0  # {"every": 3, "status": 503}
+    in_band_error: Any = 0  # {"every": 3, "after": 2}: after so many chunks
+    short_output: Any = 0  # {"every": 3, "tokens": 2}
+    reset: Any = 0  # {"every": 3, "after": 2}
+    early_close: Any = 0  # {"every": 3, "after": 2}
+    silence: Any = 0
+    # Cost of a step
+    step: float = 1e-3
+    prefill_token: float = 5e-6
+    decode: float = 3e-5
+    time_scale: float = 1.0
+    prefix_token: float = 0.0  # per prefill token and 1,000 tokens before it
+    kv_tokens: int = 200_000
+    # A line of JSON for each finished request: what was written when (time.monotonic)
+    log: str = ""
+    log_prompts: bool = False
+
+    def given(self, args: dict[str, Any]) -> "Behaviour":
+        """Return what it does with these arguments."""
+        behaviour = self
+        for case in self.when:
+            if holds(case["if"], args):
+                behaviour = replace(behaviour, **case["then"])
+        if behaviour.hang_if and holds(behaviour.hang_if, args):
+            behaviour = replace(behaviour, hang_at_start=True)
+        for kind in ("oom", "bad_argument", "crash"):
+            condition = getattr(behaviour, f"{kind}_if")
+            if condition and holds(condition, args):
+                behaviour = replace(behaviour, fail_at_start=kind)
+        return behaviour
+
+
+def holds(condition: dict[str, Any], args: dict[str, Any]) -> bool:
+    """Return whether arguments are as said: numbers at least, everything else equal."""
+
+    def one(name: str, wanted: Any) -> bool:
+        value = args.get(name.replace("-", "_"))
+        if isinstance(wanted, bool) or not isinstance(wanted, int | float):
+            return bool(value == wanted)
+        return value is not None and float(value) >= wanted
+
+    return all(one(name, wanted) for name, wanted in condition.items())
+
+
+def behaviour_from_environment() -> Behaviour:
+    given = json.loads(os.environ.get("FAKE_VLLM") or "{}")
+    known = {f.name for f in fields(Behaviour)}
+    if unknown := sorted(set(given) - known):
+        sys.exit(f"FAKE_VLLM: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    return Behaviour(**given)
+
+
+# --- Command line -----------------------------------------------------------------------------------------
+
+
+def human_int(text: str) -> int:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG]?)", text)
+    if match is None:
+        raise ValueError(text)
+    scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}[match[2]]
+    return int(float(match[1]) * scale)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="vllm serve", usage="vllm serve [model_tag] [options]", allow_abbrev=False
+    )
+    made.add_argument("model_tag", nargs="?", help="The model tag to serve (optional if specified in config)")
+    short: dict[str, list[str]] = {}
+    for flag, name in SHORT.items():
+        short.setdefault(name, []).append(flag)
+    for name in TAKES_A_VALUE:
+        kind: Callable[[str], Any] = human_int if name in HUMAN else int if name in WHOLE else str
+        made.add_argument(f"--{name}", *short.get(name, []), type=kind)
+    for name in TAKES_VALUES:
+        made.add_argument(f"--{name}", nargs="+")
+    for name in SWITCHES:
+        made.add_argument(f"--{name}", *short.get(name, []), action=argparse.BooleanOptionalAction)
+    for name in LONE_SWITCHES:
+        made.add_argument(f"--{name}", action="store_true")
+    return made
+
+
+def normalise(argv: Sequence[str]) -> Iterator[str]:
+    """Underscores in flags are dashes, and "--x.y z" sets a key inside JSON, which nothing here looks at."""
+    skip = False
+    for word in argv:
+        if skip:
+            skip = False
+            continue
+        if not word.startswith("--"):
+            yield word
+            continue
+        flag, equals, value = word.partition("=")
+        if "." in flag and flag[2:].split(".")[0].replace("_", "-") in TAKES_A_VALUE:
+            skip = not equals
+            continue
+        yield flag.replace("_", "-") + equals + value
+
+
+def with_config_file(argv: list[str]) -> list[str]:
+    """Put the flags of `--config FILE` (flat YAML) before the others; like vLLM, drop `NAME: false`."""
+    if "--config" not in argv:
+        return argv
+    at = argv.index("--config")
+    rest, words = argv[:at] + argv[at + 2 :], []
+    for line in Path(argv[at + 1]).read_text().splitlines():
+        name, colon, value = line.partition(":")
+        value = re.sub(r"\s+#.*$", "", value).strip()
+        if not colon or not name.strip() or name.lstrip().startswith("#") or value == "false":
+            continue
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        if name.strip() == "model":
+            rest = [value, *rest] if not rest or rest[0].startswith("-") else rest
+        elif value == "true":
+            words.append(f"--{name.strip()}")
+        else:
+            words += [f"--{name.strip()}", value]
+    return [*rest[:1], *words, *rest[1:]] if rest and not rest[0].startswith("-") else [*words, *rest]
+
+
+def parse(argv: list[str]) -> dict[str, Any]:
+    made = parser()
+    if any(word.startswith("--help=") for word in argv):
+        made.print_help()
+        sys.exit(0)
+    known, unknown = made.parse_known_args(with_config_file(list(normalise(argv))))
+    if unknown:
+        print("usage: vllm [-h] [-v]", file=sys.stderr)
+        print(" " * 11, "{chat,complete,serve,launch,bench,collect-env,run-batch} ...", file=sys.stderr)
+        print(f"vllm: error: unrecognized arguments: {' '.join(unknown)}", file=sys.stderr)
+        sys.exit(2)
+    return vars(known)
+
+
+def settle(args: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what vLLM fills in, and refuse what it refuses."""
+    settled = dict(args)
+    model_len = settled["max_model_len"] = args["max_model_len"] or DEFAULT_MODEL_LEN
+    chunked = settled["enable_chunked_prefill"] = args["enable_chunked_prefill"] is not False
+    settled["max_num_batched_tokens"] = args["max_num_batched_tokens"] or (
+        DEFAULT_BUDGET if chunked else max(DEFAULT_BUDGET, model_len)
+    )
+    settled["max_num_seqs"] = args["max_num_seqs"] or min(DEFAULT_SEQS, settled["max_num_batched_tokens"])
+    budget, seqs = settled["max_num_batched_tokens"], settled["max_num_seqs"]
+    if budget < model_len and not chunked:
+        refuse(
+            f"max_num_batched_tokens ({budget}) is smaller than max_model_len ({model_len}). This "
+            "effectively limits the maximum sequence length to max_num_batched_tokens and makes vLLM reject "
+            "longer sequences. Please increase max_num_batched_tokens or decrease max_model_len."
+        )
+    if budget < seqs:
+        refuse(f"max_num_batched_tokens ({budget}) must be greater than or equal to max_num_seqs ({seqs}).")
+    return settled
+
+
+def refuse(message: str) -> NoReturn:
+    say_lines(REFUSED, message)
+    sys.exit(1)
+
+
+def say(where: str, message: str) -> None:
+    print(
+        f"(APIServer pid={os.getpid()}) INFO {time.strftime('%m-%d %H:%M:%S')} [{where}] {message}",
+        flush=True,
+    )
+
+
+def say_lines(lines: str, reason: str = "") -> None:
+    stamp = time.strftime("%m-%d %H:%M:%S")
+    print(lines.format(pid=os.getpid(), stamp=stamp, reason=reason), end="", flush=True)
+
+
+# --- Scheduler --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Running:
+    """A request inside the engine."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    stream: "Stream"
+    hashes: list[int]
+    computed: int = 0
+    cached: int = 0
+    made: int = 0
+
+    @property
+    def known(self) -> int:
+        return len(self.prompt) + self.made
+
+
+class Engine:
+    """vLLM's token-budget scheduler, with the time of a step from a formula."""
+
+    def __init__(self, args: dict[str, Any], behaviour: Behaviour, loop: asyncio.AbstractEventLoop) -> None:
+        self.args, self.behaviour, self.loop = args, behaviour, loop
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        self.cache: OrderedDict[int, None] = OrderedDict()
+        self.block = args["block_size"] or 16
+        self.caching = args["enable_prefix_caching"] is not False
+        self.frozen_until = 0.0
+        self.step_end: float | None = None
+        self.counters = dict.fromkeys(COUNTERS, 0)
+
+    def submit(self, prompt: Sequence[int], max_tokens: int, stream: "Stream") -> Running:
+        request = Running(prompt, max_tokens, stream, self.hash_blocks(prompt) if self.caching else [])
+        self.waiting.append(request)
+        if self.step_end is None:
+            self.step_end = self.loop.time()
+            self.loop.call_soon(self.begin)
+        return request
+
+    def hash_blocks(self, prompt: Sequence[int]) -> list[int]:
+        hashes, last = [], 0
+        for start in range(0, len(prompt) - self.block + 1, self.block):
+            last = hash((last, *prompt[start : start + self.block]))
+            hashes.append(last)
+        return hashes
+
+    def abort(self, request: Running) -> None:
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def begin(self) -> None:
+        """Plan a step and come back when it is over."""
+        now = self.loop.time()
+        if self.frozen_until > now:
+            self.step_end = self.frozen_until
+            self.loop.call_at(self.frozen_until, self.begin)
+            return
+        plan = self.plan()
+        if not plan:
+            self.step_end = None
+            return
+        started = self.step_end if self.step_end is not None and now - self.step_end < 0.02 else now
+        self.step_end = started + self.duration(plan)
+        self.loop.call_at(self.step_end, self.end, plan)
+
+    def plan(self) -> list[tuple[Running, int]]:
+        budget, threshold = (
+            self.args["max_num_batched_tokens"],
+            self.args["long_prefill_token_threshold"] or 0,
+        )
+        plan: list[tuple[Running, int]] = []
+        self.make_room()
+        for request in self.running:
+            tokens = min(request.known - request.computed, threshold or budget, budget)
+            if tokens:
+                plan.append((request, tokens))
+                budget -= tokens
+        while self.waiting and budget and len(self.running) < self.args["max_num_seqs"]:
+            request = self.waiting[0]
+            self.look_up(request)
+            need = min(request.known - request.computed, threshold or request.known)
+            if need > budget and not self.args["enable_chunked_prefill"]:
+                break
+            if request.known + self.held() > self.behaviour.kv_tokens and self.running:
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            plan.append((request, min(need, budget)))
+            budget -= min(need, budget)
+        return plan
+
+    def held(self) -> int:
+        return sum(request.known for request in self.running)
+
+    def make_room(self) -> None:
+        """Preempt the latest request while the cache is too small for one more token each."""
+        while len(self.running) > 1 and self.held() + len(self.running) > self.behaviour.kv_tokens:
+            victim = self.running.pop()
+            victim.computed = 0
+            self.waiting.appendleft(victim)
+            self.counters["num_preemptions"] += 1
+
+    def look_up(self, request: Running) -> None:
+        if request.computed or not self.caching:
+            return
+        hits = 0
+        for block in request.hashes[: (request.known - 1) // self.block]:
+            if block not in self.cache:
+                break
+            self.cache.move_to_end(block)
+            hits += 1
+        if not request.made:
+            self.counters["prefix_cache_queries"] += len(request.prompt)
+            self.counters["prefix_cache_hits"] += hits * self.block
+            request.cached = hits * self.block
+        request.computed = hits * self.block
+
+    def duration(self, plan: list[tuple[Running, int]]) -> float:
+        cost = self.behaviour
+        seconds = cost.step
+        for request, tokens in plan:
+            if request.made and tokens == 1:
+                seconds += cost.decode
+            else:
+                seconds += tokens * (cost.prefill_token + cost.prefix_token * request.computed / 1000)
+        return seconds * cost.time_scale
+
+    def end(self, plan: list[tuple[Running, int]]) -> None:
+        """Hand out the tokens of a step and begin the next one."""
+        for request, tokens in plan:
+            if request not in self.running:
+                continue
+            request.computed += tokens
+            if request.computed < request.known:
+                continue
+            if not request.made:
+                self.counters["prompt_tokens"] += len(request.prompt)
+                self.remember(request)
+            request.made += 1
+            self.counters["generation_tokens"] += 1
+            done = request.made >= request.max_tokens
+            if done:
+                self.running.remove(request)
+                self.counters["request_success"] += 1
+            request.stream.token(done=done)
+        self.begin()
+
+    def remember(self, request: Running) -> None:
+        for block in request.hashes:
+            self.cache[block] = None
+            self.cache.move_to_end(block)
+        while len(self.cache) * self.block > self.behaviour.kv_tokens:
+            self.cache.popitem(last=False)
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """The answer to one completion request."""
+
+    def __init__(self, connection: "Connection", number: int, body: dict[str, Any]) -> None:
+        self.connection, self.number, self.body = connection, number, body
+        self.server = connection.server
+        self.behaviour = self.server.behaviour
+        self.arrived = time.monotonic()
+        self.prompt: Sequence[int] = ()
+        self.request: Running | None = None
+        self.id = f"cmpl-{hashlib.blake2b(str(number).encode(), digest_size=16).hexdigest()}"
+        self.made = self.sent = self.chunks = 0
+        self.writes: list[tuple[float, int]] = []
+        self.held: list[bytes] = []
+        self.outcome = "open"
+        options = body.get("stream_options") or {}
+        self.per_chunk = bool(options.get("continuous_usage_stats")) and not self.behaviour.no_usage
+        self.final_usage = bool(options.get("include_usage"))
+
+    def fault(self, name: str) -> dict[str, Any] | None:
+        """Return the details of a fault when this request is to suffer it."""
+        given = getattr(self.behaviour, name)
+        details: dict[str, Any] = given if isinstance(given, dict) else {"every": given}
+        every = details.get("every") or 0
+        return details if every and self.number % every == 0 else None
+
+    def start(self) -> None:
+        prompt = self.body.get("prompt")
+        self.prompt = prompt if isinstance(prompt, list) else list(str(prompt).encode())
+        max_tokens = self.body.get("max_tokens") or 16
+        problem = self.problem(len(self.prompt), max_tokens)
+        if problem:
+            self.finish("refused")
+            status, message, kind = problem
+            error = {"message": message, "type": kind, "param": None, "code": status}
+            self.connection.answer(status, {"error": error})
+        elif self.fault("silence"):
+            self.outcome = "silence"
+        else:
+            if (short := self.fault("short_output")) is not None:
+                max_tokens = min(max_tokens, short.get("tokens", max(1, max_tokens // 2)))
+            self.max_tokens = max_tokens
+            self.server.admit(self)
+
+    def problem(self, prompt_len: int, max_tokens: int) -> tuple[int, str, str] | None:
+        if (fault := self.fault("http_status")) is not None:
+            return fault.get("status", 500), "made to fail", "InternalServerError"
+        if self.body.get("model") not in {None, *self.server.names}:
+            return 404, f"The model `{self.body.get('model')}` does not exist.", "NotFoundError"
+        limit = self.server.args["max_model_len"]
+        if prompt_len + max_tokens > limit:
+            message = (
+                f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
+                f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
+                f"{prompt_len + max_tokens} tokens. Please reduce the length of the input prompt or the "
+                "number of requested output tokens."
+            )
+            return 400, message, "BadRequestError"
+        return None
+
+    def token(self, *, done: bool) -> None:
+        """One token is ready; write a chunk when it is time for one."""
+        self.made += 1
+        if not self.body.get("stream"):
+            if done:
+                self.answer_at_once()
+            return
+        size = max(self.behaviour.tokens_per_chunk, 1)
+        interval = self.server.args["stream_interval"] or 1
+        waiting = self.made - self.sent
+        if not done and waiting < size and not (size == 1 and self.sent == 0):
+            return
+        if not done and self.sent and waiting < interval:
+            return
+        self.chunk(waiting, done=done)
+
+    def chunk(self, tokens: int, *, done: bool) -> None:
+        if not self.connection.streaming:
+            self.connection.begin_stream()
+        for name in ("reset", "early_close", "in_band_error"):
+            details = self.fault(name)
+            if details is not None and self.chunks >= details.get("after", 1):
+                self.break_off(name)
+                return
+        self.sent, self.chunks = self.made, self.chunks + 1
+        if self.behaviour.extras:
+            self.write(b": keep-alive" + self.newline * 2)
+            if self.chunks == 1:
+                self.write(self.event(self.payload("", None, 0)))
+        self.write(self.event(self.payload(" a" * tokens, "length" if done else None, self.made)), tokens)
+        if done:
+            self.complete()
+
+    @property
+    def newline(self) -> bytes:
+        return b"\r\n" if self.behaviour.crlf else b"\n"
+
+    def event(self, payload: object) -> bytes:
+        text = payload if isinstance(payload, str) else json.dumps(payload, separators=(",", ":"))
+        return b"data: " + text.encode() + self.newline * 2
+
+    def payload(self, text: str, finish_reason: str | None, made: int) -> dict[str, Any]:
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason,
+                  "stop_reason": None, "prompt_token_ids": None, "token_ids": None}  # fmt: skip
+        payload = {"id": self.id, "object": "text_completion", "created": int(time.time()),
+                   "model": self.server.names[0], "choices": [choice]}  # fmt: skip
+        return {**payload, "usage": self.usage(made)} if self.per_chunk else payload
+
+    def usage(self, made: int) -> dict[str, int]:
+        prompt_len = len(self.prompt) + self.behaviour.prompt_drift
+        return {"prompt_tokens": prompt_len, "total_tokens": prompt_len + made, "completion_tokens": made}
+
+    def complete(self) -> None:
+        if self.final_usage:
+            payload = self.payload("", None, self.made)
+            self.write(self.event({**payload, "choices": [], "usage": self.usage(self.made)}))
+        if not self.behaviour.no_done:
+            self.write(self.event("[DONE]"))
+        self.flush()
+        self.finish("completed")
+        self.connection.end_stream()
+
+    def answer_at_once(self) -> None:
+        self.finish("completed")
+        payload = self.payload(" a" * self.made, "length", self.made)
+        self.connection.answer(200, {**payload, "usage": self.usage(self.made)})
+
+    def break_off(self, how: str) -> None:
+        if self.request is not None:
+            self.server.engine.abort(self.request)
+        if how == "in_band_error":
+            error = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError",
+                               "param": None, "code": 500}}  # fmt: skip
+            self.write(self.event(error))
+            self.write(self.event("[DONE]"))
+            self.flush()
+            self.finish(how)
+            self.connection.end_stream()
+            return
+        self.flush()
+        self.finish(how)
+        if how == "reset":
+            self.connection.reset()
+        else:
+            self.connection.transport.close()
+
+    def write(self, data: bytes, tokens: int = 0) -> None:
+        """Send an event, or keep it until `merge_writes` of them are together."""
+        if tokens:
+            self.writes.append((time.monotonic(), tokens))
+        self.held.append(data)
+        if len(self.held) >= self.behaviour.merge_writes:
+            self.flush()
+
+    def flush(self) -> None:
+        data, self.held = b"".join(self.held), []
+        if data:
+            self.connection.write_part(data)
+
+    def finish(self, outcome: str) -> None:
+        self.outcome = outcome
+        self.server.finished(self)
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection: HTTP/1.1 with keep-alive."""
+
+    def __init__(self, server: "Server") -> None:
+        self.server, self.loop = server, server.loop
+        self.buffer, self.streaming, self.busy = b"", False, False
+        self.stream: Stream | None = None
+        self.idle: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.server.connections.add(self)
+        self.rest()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self.server.connections.discard(self)
+        if self.idle is not None:
+            self.idle.cancel()
+        if self.stream is not None and self.stream.outcome in {"open", "silence"}:
+            if self.stream.request is not None:
+                self.server.engine.abort(self.stream.request)
+            self.stream.finish("client_left")
+
+    def rest(self) -> None:
+        """Idle from now on: close after the keep-alive time."""
+        self.busy = self.streaming = False
+        self.stream = None
+        self.idle = self.loop.call_later(self.server.behaviour.keep_alive, self.transport.close)
+        if self.buffer:
+            self.loop.call_soon(self.data_received, b"")
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        head, found, rest = self.buffer.partition(b"\r\n\r\n")
+        if self.busy or not found:
+            return
+        length = re.search(rb"content-length:\s*(\d+)", head.lower())
+        size = int(length[1]) if length else 0
+        if len(rest) < size:
+            return
+        self.buffer = rest[size:]
+        self.busy = True
+        if self.idle is not None:
+            self.idle.cancel()
+        method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
+        authorization = re.search(rb"^authorization:\s*bearer\s+(\S+)", head, re.IGNORECASE | re.MULTILINE)
+        self.route(
+            method, path.split("?")[0], rest[:size], authorization[1].decode() if authorization else None
+        )
+
+    def route(self, method: str, path: str, body: bytes, key: str | None) -> None:
+        server = self.server
+        if not server.is_ready:
+            self.answer(503, {"error": "starting"})
+        elif path == "/health":
+            self.answer(200, None)
+        elif path == "/metrics":
+            self.answer(200, server.metrics())
+        elif path == "/version":
+            self.answer(200, {"version": VERSION})
+        elif path.startswith("/v1") and server.keys and key not in server.keys:
+            self.answer(401, {"error": "Unauthorized"})
+        elif path == "/v1/models":
+            self.answer(200, server.models())
+        elif method == "POST" and path == "/v1/completions":
+            server.complete(self, body)
+        else:
+            self.answer(404, {"detail": "Not Found"})
+
+    def answer(self, status: int, content: object) -> None:
+        kind = "text/plain; version=0.0.4" if isinstance(content, str) else "application/json"
+        body = (
+            b""
+            if content is None
+            else content.encode()
+            if isinstance(content, str)
+            else json.dumps(content).encode()
+        )
+        self.transport.write(
+            f"HTTP/1.1 {status} Made Up\r\nserver: uvicorn\r\ncontent-type: {kind}\r\n"
+            f"content-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        self.rest()
+
+    def begin_stream(self) -> None:
+        self.streaming = True
+        self.transport.write(
+            b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+
+    def write_part(self, data: bytes) -> None:
+        part = b"%x\r\n%s\r\n" % (len(data), data)
+        size = self.server.behaviour.split_writes or len(part)
+        for start in range(0, len(part), size):
+            self.transport.write(part[start : start + size])
+
+    def end_stream(self) -> None:
+        self.transport.write(b"0\r\n\r\n")
+        self.rest()
+
+    def reset(self) -> None:
+        """Leave with RST instead of FIN."""
+        sock = self.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+        self.transport.abort()
+
+
+class Server:
+    """What the connections share."""
+
+    def __init__(self, args: dict[str, Any], behaviour: Behaviour, loop: asyncio.AbstractEventLoop) -> None:
+        self.args, self.behaviour, self.loop = args, behaviour, loop
+        self.engine = Engine(args, behaviour, loop)
+        self.names: list[str] = args["served_model_name"] or [
+            args["model_tag"] or args["model"] or "Qwen/Qwen3-0.6B"
+        ]
+        self.keys: list[str] = args["api_key"] or [k for k in [os.environ.get("VLLM_API_KEY")] if k]
+        self.connections: set[Connection] = set()
+        self.is_ready = False
+        self.received = 0
+        self.behind_barrier: list[Stream] = []
+        self.log = Path(behaviour.log).open("a") if behaviour.log else None  # noqa: SIM115 (open as long as it serves)
+
+    def complete(self, connection: Connection, body: bytes) -> None:
+        self.received += 1
+        if self.received == 1 and self.behaviour.freeze_at >= 0:
+            self.engine.frozen_until = 0.0
+            self.loop.call_later(self.behaviour.freeze_at, self.freeze)
+        for limit, kind in ((self.behaviour.crash_after, "crash"), (self.behaviour.oom_after, "oom")):
+            if limit and self.received >= limit:
+                say_lines(ENGINE_DIED, REASONS[kind])
+                os._exit(1)
+        connection.stream = Stream(connection, self.received, json.loads(body))
+        connection.stream.start()
+
+    def freeze(self) -> None:
+        self.engine.frozen_until = self.loop.time() + self.behaviour.freeze_for
+
+    def admit(self, stream: Stream) -> None:
+        self.behind_barrier.append(stream)
+        if len(self.behind_barrier) < self.behaviour.barrier:
+            return
+        admitted, self.behind_barrier = self.behind_barrier, []
+        for one in admitted:
+            one.request = self.engine.submit(one.prompt, one.max_tokens, one)
+
+    def finished(self, stream: Stream) -> None:
+        if self.log is None:
+            return
+        entry: dict[str, Any] = {
+            "request": stream.number, "arrived": stream.arrived, "outcome": stream.outcome,
+            "prompt_len": len(stream.prompt), "cached": stream.request.cached if stream.request else 0,
+            "writes": stream.writes,
+        }  # fmt: skip
+        if self.behaviour.log_prompts:
+            entry["prompt"] = list(stream.prompt)
+        self.log.write(json.dumps(entry) + "\n")
+        self.log.flush()
+
+    def models(self) -> dict[str, Any]:
+        """Answer /v1/models."""
+        model = self.args["model_tag"] or self.args["model"] or self.names[0]
+        about = {"object": "model", "created": int(time.time()), "owned_by": "vllm", "root": model,
+                 "parent": None, "max_model_len": self.args["max_model_len"]}  # fmt: skip
+        return {"object": "list", "data": [{"id": name, **about} for name in self.names]}
+
+    def metrics(self) -> str:
+        """Answer /metrics, in Prometheus' text form."""
+        engine = self.engine
+        labels = f'{{engine="0",model_name="{self.names[0]}"}}'
+        gauges = {
+            "num_requests_running": len(engine.running),
+            "num_requests_waiting": len(engine.waiting),
+            "kv_cache_usage_perc": engine.held() / self.behaviour.kv_tokens,
+        }
+        lines = []
+        for name, value in gauges.items():
+            lines.append(f"# HELP vllm:{name} A gauge.\n# TYPE vllm:{name} gauge")
+            lines.append(f"vllm:{name}{labels} {float(value)}")
+        for name, count in engine.counters.items():
+            extra = labels.replace("}", ',finished_reason="length"}') if name == "request_success" else labels
+            lines.append(f"# HELP vllm:{name}_total A counter.\n# TYPE vllm:{name}_total counter")
+            lines.append(f"vllm:{name}_total{extra} {float(count)}\nvllm:{name}_created{extra} 1.7e+09")
+        blocks = self.behaviour.kv_tokens // engine.block
+        lines.append(f'vllm:cache_config_info{{block_size="{engine.block}",num_gpu_blocks="{blocks}"}} 1.0')
+        return "\n".join(lines) + "\n"
+
+
+# --- Life -------------------------------------------------------------------------------------------------
+
+
+class FineSelector(selectors.EpollSelector):
+    """Epoll rounds waits up to a millisecond; select() on its descriptor does not."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None or timeout > 0:
+            select.select([self.fileno()], [], [], timeout)
+        return super().select(0)
+
+
+def listen(args: dict[str, Any]) -> socket.socket:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((args["host"] or "127.0.0.1", args["port"] or 8000))
+    except OSError:
+        say_lines(PORT_TAKEN)
+        sys.exit(1)
+    return sock
+
+
+def fail_if_asked(kind: str) -> None:
+    if not kind:
+        return
+    if kind in REASONS:
+        say_lines(START_FAILED, REASONS[kind])
+    elif kind == "port":
+        say_lines(PORT_TAKEN)
+    elif kind == "bad_argument":
+        refuse("made to fail")
+    else:
+        print(f"FAKE_VLLM: fail_at_start {kind!r}")
+    sys.exit(1)
+
+
+def start_children(behaviour: Behaviour) -> list[subprocess.Popen[bytes]]:
+    """Start the children asked for; return those that end with the server."""
+    sleeper = [sys.executable, "-c", "import time; time.sleep(120)", "fake-vllm-child"]
+    if behaviour.child_escapes:
+        child = subprocess.Popen(sleeper, start_new_session=True)
+        say("core.py:1", f"escaped child pid={child.pid}")
+    if not behaviour.engine_child:
+        return []
+    child = subprocess.Popen(sleeper)
+    say("core.py:1", f"engine child pid={child.pid}")
+    return [child]
+
+
+async def serve(args: dict[str, Any], behaviour: Behaviour) -> None:
+    loop = asyncio.get_running_loop()
+    sock = listen(args)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, (lambda: None) if behaviour.ignore_term else stopping.set)
+    server = Server(args, behaviour, loop)
+    children = start_children(behaviour)
+    starting = asyncio.ensure_future(start(server, sock, behaviour))
+    stop = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        starting.result()
+    await stop
+    say("launcher.py:137", "Shutting down FastAPI HTTP server.")
+    await asyncio.sleep(behaviour.stop_delay)
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+async def start(server: Server, sock: socket.socket, behaviour: Behaviour) -> None:
+    args, loop = server.args, server.loop
+    say("api_utils.py:262", f"vLLM server version {VERSION}, serving model {args['model_tag']}")
+    say(
+        "api_utils.py:273",
+        f"non-default args: { ({k: v for k, v in args.items() if v not in (None, False)}) }",
+    )
+    say(
+        "scheduler.py:252",
+        f"Chunked prefill is enabled with max_num_batched_tokens={args['max_num_batched_tokens']}.",
+    )
+    for number in range(behaviour.noise_lines):
+        say("loader.py:1", f"line {number} " + "." * 200)
+    if behaviour.health_while_starting:
+        await loop.create_server(lambda: Connection(server), sock=sock, backlog=2048)
+    await asyncio.sleep(behaviour.start_delay)
+    fail_if_asked(behaviour.fail_at_start)
+    if behaviour.hang_at_start:
+        await asyncio.Event().wait()
+    tokens = behaviour.kv_tokens
+    say("kv_cache_utils.py:2177", f"GPU KV cache size: {tokens:,} tokens")
+    say("kv_cache_utils.py:2179", f"Maximum concurrency for {args['max_model_len']:,} tokens per request: "
+                                  f"{tokens / args['max_model_len']:.2f}x")  # fmt: skip
+    say("api_server.py:677", f"Starting vLLM server on http://{args['host']}:{args['port']}")
+    if not behaviour.health_while_starting:
+        await loop.create_server(lambda: Connection(server), sock=sock, backlog=2048)
+    server.is_ready = True
+    print(
+        f"(APIServer pid={os.getpid()}) INFO:     Application startup complete.", file=sys.stderr, flush=True
+    )
+
+
+def main(argv: list[str]) -> None:
+    if argv in (["--version"], ["-v"]):
+        print(VERSION)
+        return
+    if not argv or argv[0] != "serve":
+        sys.exit("usage: fake_vllm.py serve MODEL [options]")
+    args = settle(parse(argv[1:]))
+    behaviour = behaviour_from_environment().given(args)
+    loop = asyncio.SelectorEventLoop(FineSelector())
+    loop._clock_resolution = 1e-6  # type: ignore[attr-defined]
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(serve(args, behaviour))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

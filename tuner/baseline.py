@@ -1,0 +1,97 @@
+"""The configuration a user runs today, as a YAML of `vllm serve --config` or as a command line."""
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from tuner.errors import SpecError
+from tuner.serving import Json, ServingConfig, argument
+
+IGNORED = {"host", "port", "served_model_name", "uvicorn_log_level", "disable_log_requests", "enable_log_requests"}
+
+
+def read(text: str, default: ServingConfig) -> ServingConfig:
+    """Return the baseline given to `--baseline`: a YAML file's path, or a command line in quotes.
+
+    Its arguments replace those of the study; model, command and environment are the study's. Where it
+    listens is tune's business.
+
+    Raises:
+        SpecError: neither a file nor a command line, or for another model.
+    """
+    path = Path(text)
+    looks_like_file = path.suffix in {".yaml", ".yml"} and " " not in text
+    args = _from_yaml(path) if path.is_file() or looks_like_file else _from_command(text)
+    model = args.pop("model", args.pop("model_tag", None))
+    if model is not None and model != default.model:
+        raise SpecError(
+            f"--baseline: it serves {model!r}, the study {default.model!r}", hint="compare configurations of one model"
+        )
+    kept = {name: value for name, value in args.items() if name not in IGNORED}
+    if "api_key" in kept:
+        raise SpecError("--baseline: api_key is a secret", hint="remove it and export VLLM_API_KEY in the shell")
+    return ServingConfig(default.model, kept, default.env, default.topology, command=default.command)
+
+
+def _from_yaml(path: Path) -> dict[str, Json]:
+    try:
+        data = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise SpecError(f"--baseline {path}: cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise SpecError(f"--baseline {path}: not a mapping of arguments", hint="the YAML that vllm serve --config takes")
+    args: dict[str, Json] = {}
+    for key, value in data.items():
+        name = argument(str(key))
+        if name.startswith("no_") and value is True:
+            args[name.removeprefix("no_")] = False
+        elif value is not False:  # vLLM drops a false from its config file
+            args[name] = value
+    return args
+
+
+def _from_command(text: str) -> dict[str, Json]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise SpecError(f"--baseline: not a command line: {error}") from error
+    words = words[words.index("serve") + 1 :] if "serve" in words else words
+    args: dict[str, Json] = {}
+    if words and not words[0].startswith("-"):
+        args["model"] = words.pop(0)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise SpecError(
+                f"--baseline: {word!r} is neither a flag nor a file",
+                hint="give a YAML file or a command line such as 'vllm serve MODEL --max-num-seqs 64'",
+            )
+        name, equals, inline = word.partition("=")
+        values = [inline] if equals else _values(words)
+        args |= _typed(argument(name), values)
+    return args
+
+
+def _values(words: list[str]) -> list[str]:
+    values = []
+    while words and not words[0].startswith("--"):
+        values.append(words.pop(0))
+    return values
+
+
+def _typed(name: str, values: Iterable[str]) -> dict[str, Json]:
+    scalars = [_scalar(value) for value in values]
+    if not scalars:
+        return {name.removeprefix("no_"): not name.startswith("no_")}
+    return {name: scalars[0] if len(scalars) == 1 else scalars}
+
+
+def _scalar(text: str) -> Json:
+    try:
+        value = YAML(typ="safe").load(text)
+    except YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float | dict) else text

@@ -1,0 +1,216 @@
+"""The verbs: read flags, call one function, turn a TunerError into a line, a hint and an exit code.
+
+Results go to stdout, progress and errors to stderr.
+"""
+
+import functools
+import io
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from tuner import __version__, units
+from tuner.errors import ExitCode, SpecError, TunerError
+
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="tune",
+    help="Find the vLLM configuration that keeps your latency promise, by measuring it on your traffic.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _guarded(verb: Callable[P, int]) -> Callable[P, None]:
+    """Turn what a verb returns or raises into an exit code, and a TunerError into words."""
+
+    @functools.wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+        try:
+            code = verb(*args, **kwargs)
+        except TunerError as error:
+            print(f"tune: {error.message}", file=sys.stderr)
+            if error.hint:
+                print(f"      {error.hint}", file=sys.stderr)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            print("tune: interrupted", file=sys.stderr)
+            code = ExitCode.INTERRUPTED
+        except BrokenPipeError:
+            sys.stdout = io.StringIO()  # the reader has gone; nothing more can be said to it
+            code = ExitCode.OK
+        raise typer.Exit(code)
+
+    return run
+
+
+def _show_version(value: bool) -> None:  # noqa: FBT001 (typer's callback)
+    if value:
+        print(f"tune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,  # noqa: FBT002
+) -> None:
+    """Find the vLLM configuration that keeps your latency promise, by measuring it on your traffic."""
+
+
+Slos = Annotated[
+    list[str] | None,
+    typer.Option("--slo", help="A promise, repeatable: ttft=500ms, itl_p99=50ms, ttft_p90.long=2s, itl=0.33x of the default, attainment=0.99. Replaces those of the study.", metavar="METRIC=LIMIT"),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a value of the study by its path, repeatable: engine_args.max_model_len=8192.", metavar="KEY=VALUE"),
+]
+Gpus = Annotated[str | None, typer.Option("--gpus", help="GPUs to use by nvidia-smi's index: 0,1.", metavar="LIST")]
+Runs = Annotated[Path, typer.Option("--runs", help="Where run folders and the MLflow store lie.", metavar="DIR")]
+
+
+@app.command()
+@_guarded
+def run(
+    study: Annotated[
+        str | None, typer.Argument(help="A study's YAML or its name under studies/. Without: a default for this host.")
+    ] = None,
+    slo: Slos = None,
+    set_: Sets = None,
+    trials: Annotated[int | None, typer.Option("--trials", help="Trials to measure.")] = None,
+    time: Annotated[str | None, typer.Option("--time", help="Wall time to spend, such as 45min.")] = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="Replays of each trial.")] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option("--baseline", help="What you run today: a YAML of vllm serve --config, or a command line in quotes."),
+    ] = None,
+    workload: Annotated[str | None, typer.Option("--workload", help="A workload's folder or name.")] = None,
+    rate_scale: Annotated[
+        float | None, typer.Option("--rate-scale", help="Replay at this multiple of the recorded request rate.")
+    ] = None,
+    gpus: Gpus = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampler and prompts.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the study and its run folder.")] = None,
+    runs: Runs = Path("runs"),
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Continue a run folder.", metavar="RUN")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show study, space, baseline command and time; start nothing.")
+    ] = False,  # noqa: FBT002
+    mlflow: Annotated[
+        str | None,
+        typer.Option("--mlflow", help='MLflow tracking URI, or "off". Default: a store in the runs folder.', metavar="URI"),
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option("--storage", help="Optuna storage URL. Default: SQLite in the run folder.", metavar="URL")
+    ] = None,
+) -> int:
+    """Tune: replay a workload against vLLM configurations and find the one that keeps the SLO."""
+    from tuner import assemble  # noqa: PLC0415 (optuna and numpy are not needed for --help)
+
+    overrides = _overrides(slo, set_, gpus)
+    for path, value in (
+        ("budget.trials", trials), ("budget.time", time), ("repeats", repeats), ("seed", seed), ("name", name),
+        ("workload.path", workload), ("workload.rate_scale", rate_scale),
+    ):  # fmt: skip
+        if value is not None:
+            overrides[path] = value
+    where = assemble.Where(runs=runs, mlflow=mlflow, storage=storage)
+    if resume is not None:
+        _refuse_with_resume(study, overrides, baseline)
+        return assemble.resume(resume, where, overrides)
+    plan = assemble.plan(study, overrides, baseline, may_lack_vllm=dry_run)
+    if dry_run:
+        print(assemble.describe(plan))
+        return ExitCode.OK
+    return assemble.run(plan, where)
+
+
+@app.command()
+@_guarded
+def show(
+    target: Annotated[Path, typer.Argument(help="A run folder, or a workload's.", metavar="RUN|WORKLOAD")],
+) -> int:
+    """Show a run's trials, front and verdict, or a workload's shape."""
+    from tuner import assemble  # noqa: PLC0415
+
+    print(assemble.show(target), end="")
+    return ExitCode.OK
+
+
+@app.command()
+@_guarded
+def export(
+    target: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write into. Default: RUN/best.")] = None,
+    pick: Annotated[
+        str, typer.Option("--pick", help="best, knee, ttft, itl or a trial's number.")
+    ] = "best",
+) -> int:
+    """Write a trial's configuration as YAML for vllm serve --config, its environment and the start line."""
+    from tuner import assemble  # noqa: PLC0415
+
+    print(assemble.export_run(target, out, pick), end="")
+    return ExitCode.OK
+
+
+@app.command()
+@_guarded
+def doctor(
+    study: Annotated[str | None, typer.Argument(help="A study's YAML or name: checked against this host.")] = None,
+    slo: Slos = None,
+    set_: Sets = None,
+    gpus: Gpus = None,
+) -> int:
+    """Check whether this host can run a study; each line is ok or says what to do."""
+    from tuner import doctor as checks  # noqa: PLC0415
+
+    return checks.run(study, _overrides(slo, set_, gpus))
+
+
+def _overrides(slo: list[str] | None, set_: list[str] | None, gpus: str | None) -> dict[str, Any]:
+    overrides: dict[str, Any] = {}
+    for text in set_ or []:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise SpecError(f"--set {text}: write KEY=VALUE", hint="for example --set engine_args.max_model_len=8192")
+        overrides[key] = _yaml_value(text, value)
+    if slo:
+        overrides["slo"] = [part.strip() for text in slo for part in text.split(",")]
+    if gpus is not None:
+        try:
+            overrides["gpus"] = [int(index) for index in gpus.split(",")]
+        except ValueError:
+            raise SpecError(f"--gpus {gpus}: write indices, such as 0,1") from None
+    return overrides
+
+
+def _yaml_value(text: str, value: str) -> Any:
+    try:
+        return YAML(typ="safe").load(value)
+    except YAMLError as error:
+        raise SpecError(f"--set {text}: not a YAML value") from error
+
+
+def _refuse_with_resume(study: str | None, overrides: dict[str, Any], baseline: str | None) -> None:
+    if study or baseline or set(overrides) - {"budget.trials", "budget.time"}:
+        raise SpecError("--resume continues a run as it was begun; it takes no other study, flags or baseline",
+                        hint="start a new run for a changed study")  # fmt: skip

@@ -1,0 +1,1 @@
+"""Start, watch and end vLLM servers: the only room in which processes are born and die."""

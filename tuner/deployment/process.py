@@ -1,0 +1,467 @@
+"""Start one vLLM server on this host, watch it, and end it so that provably nothing is left.
+
+launcher = LocalLauncher()
+with launcher.launch(config, directory) as deployment:
+    ...  # requests to deployment.url
+"""
+
+import http.client
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from tuner.deployment import failures, gpu, journal, ports, program
+from tuner.deployment.family import MARKER, Family, exit_code
+from tuner.deployment.guardian import Guardian, run_stop_command
+from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
+from tuner.serving import Role, ServingConfig, to_argv
+
+POLL = 0.2
+HEALTH_TIMEOUT = 2.0
+PORT_TRIES = 3
+# Once all processes are gone the kernel and, for a container, its proxy need a moment.
+PORT_PATIENCE = 5.0
+GPU_PATIENCE = 15.0
+REAP_PATIENCE = 5.0
+
+SECRET_ARGUMENTS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+# Health is asked of this host; a proxy that the environment names has no business in between.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server that is up.
+
+    Attributes:
+        pid: the process tune started; vLLM's own children are in its session.
+        create_time: when it started, by the process table; with `pid` it names the process for good.
+        marker: the value of TUNE_DEPLOYMENT in its environment.
+        argv: the exact command.
+    """
+
+    role: Role
+    pid: int
+    create_time: float
+    marker: str
+    host: str
+    port: int
+    log: Path
+    argv: tuple[str, ...]
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://{_reachable(self.host)}:{self.port}"
+
+    def check_alive(self) -> None:
+        """Raise ServerDied when it has ended."""
+        try:
+            code = exit_code(self.pid)
+        except ChildProcessError:  # reaped: its context has been left
+            code = 0
+        if code is None:
+            return
+        why = failures.diagnose(failures.read_tail(self.log), code, otherwise=FailureKind.DIED)
+        how = failures.describe_exit(code)
+        raise ServerDied(
+            why.kind, f"the server ended while in use ({how}): {why.message}", hint=why.hint, log=why.log
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Servers that are up; leaving the launcher's context ends them."""
+
+    servers: tuple[Server, ...]
+
+    @property
+    def url(self) -> str:
+        """Where requests go."""
+        return self.servers[0].url
+
+    @property
+    def port(self) -> int:
+        """The port of `url`."""
+        return self.servers[0].port
+
+    @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """The Prometheus endpoints of all servers."""
+        return tuple(f"{server.url}/metrics" for server in self.servers)
+
+    def check_alive(self) -> None:
+        """Raise ServerDied when a server has ended."""
+        for server in self.servers:
+            server.check_alive()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalLauncher:
+    """Starts servers as processes of this host.
+
+    Attributes:
+        host: the address servers listen on; an argument `host` goes before it.
+        port: fixed by the user; None lets the system pick. An argument `port` goes before it.
+        gpus: indices by nvidia-smi; they must be free and become CUDA_VISIBLE_DEVICES. None: not looked at.
+        start_timeout: seconds until the server must be ready.
+        stop_patience: seconds between asking a server to end and killing it.
+        cache_directory: where vLLM keeps compiled code between trials, unless the environment says.
+        stop_command: what ends a container that the configuration's command starts.
+        journal: the run's `processes.jsonl`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    gpus: tuple[int, ...] = ()
+    start_timeout: float = 600.0
+    stop_patience: float = 30.0
+    cache_directory: Path | None = None
+    stop_command: tuple[str, ...] = ()
+    journal: Path | None = None
+
+    @contextmanager
+    def launch(self, config: ServingConfig, directory: Path) -> Iterator[Deployment]:
+        """Start the server of a configuration, its log and command line in `directory`; ready when entered.
+
+        Raises:
+            StartError: it did not come up; everything started is gone again.
+            SpecError: the configuration cannot be started here as it is written.
+            HostError: no such program, a busy GPU or port; on leaving, something was left over.
+        """
+        self._check(config)
+        directory.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            guardian = stack.enter_context(Guardian())
+            yield Deployment((self._on_some_port(stack, config, directory, guardian),))
+
+    def _check(self, config: ServingConfig) -> None:
+        if config.topology.n_servers != 1:
+            raise SpecError(f"topology {config.topology}: needs a group of servers, not one")
+        for name, variable in SECRET_ARGUMENTS.items():
+            if name in config.args:
+                raise SpecError(
+                    f"{name}: a secret does not belong on a command line, which ends up in logs and results",
+                    hint=f"leave it out and export {variable} instead",
+                )
+        if program.starts_container(config.command) and not self.stop_command:
+            raise SpecError(
+                f"command: {shlex.join(config.command)} starts a container, which tune could not end",
+                hint="give the container a --name and write stop_command: [docker, stop, NAME]",
+            )
+
+    def _on_some_port(
+        self, stack: ExitStack, config: ServingConfig, directory: Path, guardian: Guardian
+    ) -> Server:
+        """Start the server, again on another port when somebody was faster."""
+        fixed = config.args.get("port", self.port)
+        for tries_left in reversed(range(PORT_TRIES)):
+            try:
+                return stack.enter_context(self._server(config, directory, guardian, fixed))
+            except StartError as error:
+                if error.kind != FailureKind.PORT or fixed is not None or not tries_left:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    @contextmanager
+    def _server(
+        self, config: ServingConfig, directory: Path, guardian: Guardian, fixed_port: Any
+    ) -> Iterator[Server]:
+        host = str(config.args.get("host", self.host))
+        gpus = gpu.choose(gpu.list_gpus(), len(self.gpus), self.gpus) if self.gpus else ()
+        gpu.require_free(gpus)
+        with ExitStack() as stack:
+            reservation = stack.enter_context(ports.reserved(host, fixed_port))
+            family = Family(uuid.uuid4().hex)
+            settings = self.settings(config.env)
+            env = environment(settings, family.marker)
+            argv = to_argv(config, host=host, port=reservation.port)
+            argv = program.locate(argv, env)
+            log = directory / f"server-{Role.ANY}-0.log"
+            write_command(directory / "command.txt", argv, settings)
+            # Before there is a process: from its first instruction on it is guarded and will be ended.
+            guardian.watch(
+                family, stop_command=list(self.stop_command), directory=str(Path.cwd()), journal=self._path
+            )
+            stopping = Stopping(family, host, reservation.port, gpus, self.stop_command, self.stop_patience)
+            stack.callback(self._stop, stopping, guardian)
+            reservation.hand_over()
+            stopping.process = _spawn(argv, env, log)
+            family.lead(stopping.process.pid)
+            guardian.watch(family)
+            server = _describe(family, host, reservation.port, log, argv)
+            self._write_down(server)
+            self._await_ready(server, family)
+            guardian.watch(family, members=[(p.pid, p.create_time()) for p in family.members()])
+            yield server
+
+    @property
+    def _path(self) -> str | None:
+        return None if self.journal is None else str(self.journal.absolute())
+
+    def settings(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return what is set for the server beside what it inherits; the user's own wish always wins."""
+        cache = self.cache_directory or default_cache()
+        ours = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(cache),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+            # Without it a renamed child shows no environment, and so no marker.
+            "SPT_NOENV": "1",
+        }
+        settings = {name: value for name, value in ours.items() if name not in os.environ}
+        if self.gpus:
+            # nvidia-smi counts by bus; CUDA by default counts the fastest first.
+            settings["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+            settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+        return settings | dict(env)
+
+    def _await_ready(self, server: Server, family: Family) -> None:
+        deadline = time.monotonic() + self.start_timeout
+        while True:
+            code = exit_code(server.pid)
+            if code is not None:
+                why = failures.diagnose(failures.read_tail(server.log), code)
+                raise StartError(why.kind, why.message, hint=why.hint, log=why.log)
+            if _is_healthy(server.url):
+                break
+            if time.monotonic() > deadline:
+                lines = [failures.read_line(line) for line in failures.read_tail(server.log).splitlines()]
+                raise StartError(
+                    FailureKind.TIMEOUT,
+                    f"not ready after {self.start_timeout:g} s",
+                    hint="a first start may download or compile; raise start_timeout if it only needs longer",
+                    log=failures.tail(lines),
+                )
+            time.sleep(POLL)
+        if not self.stop_command and not _listens(family, server.port):
+            raise StartError(
+                FailureKind.PORT,
+                f"port {server.port}: another process answers there",
+                hint="leave the port out: tune picks a free one",
+            )
+
+    def _write_down(self, server: Server) -> None:
+        if self.journal is not None:
+            entry = {
+                name: getattr(server, name)
+                for name in ("role", "pid", "create_time", "marker", "host", "port")
+            }
+            journal.append(
+                self.journal, event="started", **entry, log=str(server.log), argv=list(server.argv)
+            )
+
+    def _stop(self, stopping: "Stopping", guardian: Guardian) -> None:
+        with interrupts_held_back() as interrupts:
+            left = stopping.end(interrupts)
+            if self.journal is not None and stopping.process is not None:
+                code, marker = stopping.exit_code, stopping.family.marker
+                journal.append(
+                    self.journal, event="ended", marker=marker, by="tune", exit_code=code, left=list(left)
+                )
+            if left:
+                # The guardian keeps it and tries once more when its pipe closes.
+                raise HostError(
+                    f"the server could not be ended completely: {'; '.join(left)}",
+                    hint="end what is named here by hand, then run the same command again: it resumes",
+                )
+            guardian.release(stopping.family)
+
+
+@dataclass(slots=True)
+class Stopping:
+    """What must be gone when a server has ended."""
+
+    family: Family
+    host: str
+    port: int
+    gpus: Sequence[gpu.Gpu]
+    stop_command: Sequence[str]
+    patience: float
+    process: subprocess.Popen[bytes] | None = None
+    exit_code: int | None = None
+
+    def end(self, interrupts: "Interrupts") -> tuple[str, ...]:
+        """End the server and everything it started; return what is left, in words."""
+        pids = {member.pid for member in self.family.members()}
+        complaint = self._run_stop_command()
+        survivors = self.family.end(self.patience, is_hurried=lambda: interrupts.has_come)
+        left = [f"process {_name(member)} does not end" for member in survivors]
+        left += [complaint] if complaint else []
+        left += self._what_is_held(pids)
+        self._reap()
+        return tuple(left)
+
+    def _run_stop_command(self) -> str | None:
+        if not self.stop_command or self.process is None:
+            return None
+        was_running = exit_code(self.process.pid) is None
+        complaint = run_stop_command(list(self.stop_command), self.patience)
+        # A container that ended by itself cannot be stopped once more.
+        return f"{shlex.join(self.stop_command)}: {complaint}" if complaint and was_running else None
+
+    def _what_is_held(self, pids: set[int]) -> list[str]:
+        """Wait until port and GPUs are given back; return what is not."""
+        left = []
+        deadline = time.monotonic() + PORT_PATIENCE
+        while not (is_free := ports.is_free(self.host, self.port)) and time.monotonic() < deadline:
+            time.sleep(POLL)
+        if not is_free and self.process is not None:
+            left.append(f"something listens on port {self.port}")
+        if self.gpus:
+            left += gpu.await_release(self.gpus, pids, GPU_PATIENCE)
+        return left
+
+    def _reap(self) -> None:
+        """Let the leader's zombie go; until now it kept its number from being given to somebody else."""
+        if self.process is None:
+            return
+        try:
+            self.exit_code = self.process.wait(REAP_PATIENCE)
+        except subprocess.TimeoutExpired:  # it is among what is left
+            return
+
+
+class Interrupts:
+    """Whether Ctrl-C came while it was held back."""
+
+    has_come = False
+
+    def note(self, _number: int, _frame: FrameType | None) -> None:
+        """Take note instead of raising."""
+        self.has_come = True
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[Interrupts]:
+    """Let no Ctrl-C in; one that came is delivered when the context is left."""
+    interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts  # only the main thread is interrupted
+        return
+    before = signal.signal(signal.SIGINT, interrupts.note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before or signal.default_int_handler)
+        if interrupts.has_come:
+            signal.raise_signal(signal.SIGINT)
+
+
+def environment(settings: Mapping[str, str], marker: str) -> dict[str, str]:
+    """Return the environment of a server: inherited, plus settings, plus the marker of its family."""
+    # Without byte code on disk each start compiles torch, transformers and vLLM again: 36 CPU seconds.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return inherited | dict(settings) | {MARKER: marker}
+
+
+def default_cache() -> Path:
+    """Return where compiled code is kept between trials and studies."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tune" / "vllm"
+
+
+def write_command(path: Path, argv: Sequence[str], settings: Mapping[str, str]) -> None:
+    """Write a command line that starts the same server; a secret is left to the reader's environment."""
+    words = ["env"]
+    for name, value in sorted(settings.items()):
+        is_secret = any(word in name.upper() for word in SECRET_WORDS)
+        words.append(f'{name}="${name}"' if is_secret else f"{name}={shlex.quote(value)}")
+    path.write_text(" ".join([*words, shlex.join(argv)]) + "\n", encoding="utf-8")
+
+
+def end_leftovers(path: Path) -> tuple[int, ...]:
+    """End servers that a run's journal shows as started and not ended; return the pids found alive.
+
+    For the case that tune and its guardian were both killed. Only what carries the recorded marker or is the
+    recorded process, start time included, is touched.
+
+    Raises:
+        HostError: one of them does not end.
+    """
+    found: list[int] = []
+    for entry in journal.unended(path):
+        family = Family(entry["marker"])
+        family.lead(entry["pid"], entry["create_time"])
+        found += [member.pid for member in family.members()]
+        survivors = family.end(patience=10.0)
+        if survivors:
+            names = ", ".join(map(_name, survivors))
+            raise HostError(
+                f"left over from an earlier run and not to be ended: {names}", hint="end it by hand"
+            )
+        journal.append(path, event="ended", marker=entry["marker"], by="resume")
+    return tuple(found)
+
+
+def _spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    try:
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                argv,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for tune, which then ends the server in its own way
+            )
+    except OSError as error:
+        raise HostError(f"{argv[0]}: {error.strerror or error}") from error
+
+
+def _describe(family: Family, host: str, port: int, log: Path, argv: Sequence[str]) -> Server:
+    assert family.leader is not None  # noqa: S101 (our own child, not yet reaped)
+    leader = family.leader
+    return Server(Role.ANY, leader.pid, leader.create_time(), family.marker, host, port, log, tuple(argv))
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with _DIRECT.open(f"{url}/health", timeout=HEALTH_TIMEOUT) as response:
+            return bool(response.status == 200)
+    except (OSError, http.client.HTTPException):  # refused, timed out, 503, no HTTP
+        return False
+
+
+def _listens(family: Family, port: int) -> bool:
+    """Whether a member of the family is the one that listens."""
+    return any(
+        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        for member in family.members()
+        for connection in _connections(member)
+    )
+
+
+def _connections(process: psutil.Process) -> list[Any]:
+    try:
+        return list(process.net_connections(kind="tcp"))
+    except psutil.Error:
+        return []
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} ({process.name()})"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def _reachable(host: str) -> str:
+    """Return the address under which a server that listens on `host` is reached from here."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (recognised, not bound)
+    return f"[{host}]" if ":" in host else host

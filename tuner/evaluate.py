@@ -1,0 +1,173 @@
+"""One evaluation of one configuration: start it, warm it up, replay the workload, collect the facts.
+
+The only place in which deployment and replay meet.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tuner import metrics, units
+from tuner.errors import FailureKind, InvalidReplay
+from tuner.replay import run as replaying
+from tuner.results import Repeat
+from tuner.seams import Deployment, Evaluation, Launcher, Progress, Replay
+from tuner.serving import ServingConfig
+from tuner.sinks.runfolder import write_json
+from tuner.slo import Slo
+from tuner.spec import StudySpec
+from tuner.workload import Workload
+
+# Of the server's counters, those that explain a result; all of them are in counters.json.
+TELLING = {
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:prefix_cache_queries_total": "prefix_cache_queried_tokens",
+    "vllm:prefix_cache_hits_total": "prefix_cache_hit_tokens",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "generation_tokens",
+}
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds spent by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add what the block takes."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+@dataclass(frozen=True, slots=True)
+class LiveEvaluator:
+    """Measures a configuration on a real server that is started for it.
+
+    Attributes:
+        launcher: starts and ends servers.
+        spec: how the workload is replayed, how often, and which metrics matter.
+        workload: the rows.
+        vocab_size: of the model; prompts are made of ordinary tokens below it.
+    """
+
+    launcher: Launcher
+    spec: StudySpec
+    workload: Workload
+    vocab_size: int
+
+    def evaluate(
+        self, config: ServingConfig, slos: Sequence[Slo], directory: Path, progress: Progress
+    ) -> Evaluation:
+        """Return what was measured.
+
+        Raises:
+            TrialError: no measurement: the server did not start or died, or the replay is invalid.
+            HostError: the server could not be ended completely.
+        """
+        watch = Stopwatch()
+        repeats = []
+        progress.phase("starting")
+        started = time.perf_counter()
+        with self.launcher.launch(config, directory) as deployment:
+            watch.seconds["start"] = time.perf_counter() - started
+            with watch.phase("warm_up"):
+                self._warm_up(config, deployment, progress)
+            for number in range(1, self.spec.repeats + 1):
+                with watch.phase("replay"):
+                    seen, notes = self._replay(config, deployment, number, slos, progress)
+                repeats.append(self._write_down(seen, notes, slos, directory / f"repeat-{number}"))
+            progress.phase("stopping")
+            stopping = time.perf_counter()
+        watch.seconds["stop"] = time.perf_counter() - stopping
+        return Evaluation(tuple(repeats), {}, watch.seconds)
+
+    def _warm_up(self, config: ServingConfig, deployment: Deployment, progress: Progress) -> None:
+        progress.phase("warm-up", expected=self.spec.workload.warm_up)
+        replaying.warm_up(
+            deployment.url,
+            served_name(config),
+            self.workload,
+            duration=self.spec.workload.warm_up,
+            seed=self.spec.seed,
+            vocab_size=self.vocab_size,
+            check_alive=deployment.check_alive,
+        )
+
+    def _replay(
+        self, config: ServingConfig, deployment: Deployment, number: int, slos: Sequence[Slo], progress: Progress
+    ) -> tuple[Replay, tuple[str, ...]]:
+        """Replay once, and once more when the client could not drive it; then the trial is invalid."""
+        limits = [s.limit for s in slos if units.family(s.metric) == "ttft" and s.limit is not None]
+        keys = [*self.spec.objective_metrics, *(s.metric for s in slos)]
+        for attempt in (1, 2):
+            again = " again: the client was late" if attempt == 2 else ""
+            progress.phase(f"replay {number} of {self.spec.repeats}{again}", expected=self.workload.span)
+            salt = f"{self.spec.seed}/{number}/{attempt}"
+            if self.workload.history:
+                replaying.warm_prefix(
+                    deployment.url, served_name(config), self.workload, salt=salt,
+                    vocab_size=self.vocab_size, check_alive=deployment.check_alive,
+                )  # fmt: skip
+            seen = replaying.replay(
+                deployment.url, served_name(config), self.workload, salt=salt, vocab_size=self.vocab_size,
+                metrics_urls=deployment.metrics_urls, drain_timeout=self.spec.workload.drain_timeout,
+                check_alive=deployment.check_alive,
+            )  # fmt: skip
+            try:
+                cautions = replaying.judge(seen, ttft_limit=min(limits, default=None), keys=keys)
+            except InvalidReplay as error:
+                if error.kind is not FailureKind.CLIENT_LAG or attempt == 2:
+                    raise
+            else:
+                return seen, (*seen.notes, *cautions)
+        raise AssertionError("the second attempt returns or raises")
+
+    def _write_down(self, seen: Replay, notes: tuple[str, ...], slos: Sequence[Slo], folder: Path) -> Repeat:
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = self._numbers(seen, slos)
+        counters = {
+            name: value - seen.counters_before.get(name, 0.0) for name, value in seen.counters_after.items()
+        }
+        metrics.save(seen.records, folder / "records.npz")
+        write_json(folder / "counters.json", counters)
+        write_json(folder / "metrics.json", units.to_outside(numbers))
+        return Repeat(numbers, telling(counters), notes)
+
+    def _numbers(self, seen: Replay, slos: Sequence[Slo]) -> dict[str, float]:
+        """Summarise; limits still relative are relative to this very replay (it is the default's)."""
+        classes, extra = self.spec.workload.classes, self.spec.objective_metrics
+        known = [s for s in slos if s.limit is not None]
+        numbers = metrics.summarise(
+            seen.records, window=seen.window, classes=classes, slos=known,
+            extra=[*extra, *(s.metric for s in slos)],
+        )  # fmt: skip
+        if len(known) < len(slos):
+            resolved = [r for s in slos if (r := s.against(numbers)).limit is not None]
+            numbers = metrics.summarise(
+                seen.records, window=seen.window, classes=classes, slos=resolved, extra=extra
+            )
+        return numbers
+
+
+def served_name(config: ServingConfig) -> str:
+    """Return the name under which vLLM answers for the model."""
+    name = config.args.get("served_model_name")
+    if isinstance(name, list) and name:
+        name = name[0]
+    return name if isinstance(name, str) else config.model
+
+
+def telling(counters: Mapping[str, float]) -> dict[str, float]:
+    """Return the server's own counts that explain a result; the mean queue time in seconds."""
+    found = {name: counters[key] for key, name in TELLING.items() if key in counters}
+    waited, n = (counters.get(f"vllm:request_queue_time_seconds_{part}") for part in ("sum", "count"))
+    if waited is not None and n:
+        found["queue_time_mean"] = waited / n
+    return found

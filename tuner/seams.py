@@ -1,0 +1,125 @@
+"""What one room may ask of another, as protocols; assemble.py picks who answers."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tuner.metrics import Records
+from tuner.results import Repeat, TrialResult
+from tuner.serving import Json, ServingConfig
+from tuner.slo import Slo
+from tuner.spec import StudySpec
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What one replay of a workload saw.
+
+    Attributes:
+        records: one row an offered request, warm-up excluded.
+        window: seconds of the scheduled window (throughput and goodput are per second of it).
+        counters_before, counters_after: the server's own counters ("vllm:num_preemptions_total" and the like,
+            summed over labels) around the measured window; empty when the server has no metrics endpoint.
+        heartbeat_lag: how late each beat of a 10 ms timer beside the client was, in seconds.
+        notes: what a reader of the numbers must know, in words.
+    """
+
+    records: Records
+    window: float
+    counters_before: Mapping[str, float]
+    counters_after: Mapping[str, float]
+    heartbeat_lag: Sequence[float]
+    notes: tuple[str, ...] = ()
+
+
+class Deployment(Protocol):
+    """Servers that are up; closing them is the launcher's business."""
+
+    @property
+    def url(self) -> str:
+        """Where requests go, such as "http://127.0.0.1:8012"."""
+
+    @property
+    def metrics_urls(self) -> Sequence[str]:
+        """The Prometheus endpoints of all members."""
+
+    def check_alive(self) -> None:
+        """Raise ServerDied when a member has ended; cheap enough to call every 100 ms."""
+
+
+class Launcher(Protocol):
+    """Starts a configuration and ends it, whatever happens in between."""
+
+    def launch(self, config: ServingConfig, directory: Path) -> AbstractContextManager[Deployment]:
+        """Start the servers of `config`, logs and command line in `directory`; ready when entered.
+
+        Raises:
+            StartError: it did not come up; everything started is gone again.
+            HostError: on leaving, when the clean-up could not be proven.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluator found about one configuration."""
+
+    repeats: tuple[Repeat, ...]
+    effective: Mapping[str, Json]
+    cost: Mapping[str, float]
+
+
+class Progress(Protocol):
+    """Told what a trial is doing, for whoever is watching."""
+
+    def phase(self, name: str, *, expected: float | None = None) -> None:
+        """A trial enters a phase ("starting", "warm-up", "replay 1 of 2", "stopping"); `expected` in seconds."""
+
+
+class Evaluator(Protocol):
+    """Measures one configuration."""
+
+    def evaluate(
+        self, config: ServingConfig, slos: Sequence[Slo], directory: Path, progress: Progress
+    ) -> Evaluation:
+        """Return what was measured; SLOs still relative are taken relative to this very measurement.
+
+        Raises:
+            TrialError: this configuration gave no measurement.
+        """
+
+
+class Archive(Protocol):
+    """Where results are kept: complete on disk before Optuna is told."""
+
+    def directory(self, number: int) -> Path:
+        """Return the trial's folder, made if it is not there."""
+
+    def write(self, result: TrialResult) -> None:
+        """Keep a result, atomically."""
+
+    def read(self, number: int) -> TrialResult | None:
+        """Return the result of a trial, or None when it was never completed."""
+
+    def read_all(self) -> list[TrialResult]:
+        """Return every kept result by number."""
+
+
+class Sink(Protocol):
+    """Hears about a study; what it raises must not be able to hurt the study."""
+
+    def study_started(self, spec: StudySpec, results: Sequence[TrialResult]) -> None:
+        """The study begins or is resumed, with what is already measured."""
+
+    def trial_started(self, number: int, config: ServingConfig, label: str) -> None:
+        """A trial was asked for."""
+
+    def phase(self, name: str, *, expected: float | None = None) -> None:
+        """The running trial enters a phase."""
+
+    def trial_ended(self, result: TrialResult, results: Sequence[TrialResult]) -> None:
+        """A trial is on disk and told; `results` are all of the study so far."""
+
+    def study_ended(self, results: Sequence[TrialResult]) -> None:
+        """No more trials in this session."""

@@ -1,0 +1,153 @@
+"""What a configuration of vLLM is, and how it becomes a command line or a config file.
+
+Arguments keep vLLM's own names with underscores (`max_num_batched_tokens`) everywhere inside; only
+this module turns `_` into `-`.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+class Role(StrEnum):
+    """What a server of a group does."""
+
+    ANY = "any"
+    PREFILLER = "prefiller"
+    DECODER = "decoder"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How many servers of which role: aggregated replicas ("1x", "4x") or a PD group ("2p1d")."""
+
+    replicas: int = 0
+    prefillers: int = 0
+    decoders: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        """Return the topology written as "4x" or "1p3d".
+
+        Raises:
+            ValueError: neither form, or a count of zero.
+        """
+        if match := re.fullmatch(r"([1-9]\d*)x", text):
+            return cls(replicas=int(match[1]))
+        if match := re.fullmatch(r"([1-9]\d*)p([1-9]\d*)d", text):
+            return cls(prefillers=int(match[1]), decoders=int(match[2]))
+        raise ValueError(f'{text!r} is not a topology: write "1x", "4x" (replicas) or "2p1d" (prefillers, decoders)')
+
+    def __str__(self) -> str:
+        return f"{self.replicas}x" if self.replicas else f"{self.prefillers}p{self.decoders}d"
+
+    @property
+    def n_servers(self) -> int:
+        """Servers the topology starts."""
+        return self.replicas + self.prefillers + self.decoders
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that have arguments of their own."""
+        return (Role.ANY,) if self.replicas else (Role.PREFILLER, Role.DECODER)
+
+
+SINGLE = Topology(replicas=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingConfig:
+    """One configuration of vLLM, ready to be started, logged or exported.
+
+    Attributes:
+        model: what `vllm serve` is given: a name on the hub or a folder.
+        args: engine arguments by vLLM's names; a value of None means the argument is not given.
+        env: environment variables set for the server beside the inherited ones.
+        topology: how many servers of which role.
+        role_args: arguments of one role only, on top of `args`.
+        command: the program and its leading words; the model and flags follow.
+    """
+
+    model: str
+    args: Mapping[str, Json] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    topology: Topology = SINGLE
+    role_args: Mapping[Role, Mapping[str, Json]] = field(default_factory=dict)
+    command: tuple[str, ...] = ("vllm", "serve")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "args", MappingProxyType(_given(self.args)))
+        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
+        by_role = {role: MappingProxyType(_given(args)) for role, args in self.role_args.items()}
+        object.__setattr__(self, "role_args", MappingProxyType(by_role))
+
+    @property
+    def key(self) -> str:
+        """Return a short text equal for configurations that start the same servers."""
+        parts = [self.model, dict(self.args), dict(self.env), str(self.topology), list(self.command)]
+        parts.append({str(role): dict(args) for role, args in self.role_args.items()})
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def for_role(self, role: Role) -> dict[str, Json]:
+        """Return the arguments a server of this role is given."""
+        return dict(self.args) | dict(self.role_args.get(role, {}))
+
+
+def _given(args: Mapping[str, Json]) -> dict[str, Json]:
+    return {name: value for name, value in sorted(args.items()) if value is not None}
+
+
+def flag(name: str) -> str:
+    """Return the flag of an argument: "max_num_seqs" becomes "--max-num-seqs"."""
+    return "--" + name.replace("_", "-")
+
+
+def argument(flag_text: str) -> str:
+    """Return the argument of a flag: "--max-num-seqs" becomes "max_num_seqs"."""
+    return flag_text.removeprefix("--").replace("-", "_")
+
+
+def to_argv(config: ServingConfig, role: Role = Role.ANY, **extra: Json) -> list[str]:
+    """Return the command that starts a server of this role; `extra` adds arguments such as host and port."""
+    argv = [*config.command, config.model]
+    for name, value in (config.for_role(role) | extra).items():
+        argv += _words(name, value)
+    return argv
+
+
+def _words(name: str, value: Json) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag(name) if value else flag(f"no_{name}")]
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return [flag(name), *(str(item) for item in value)]
+    return [flag(name), _scalar(value)]
+
+
+def _scalar(value: Json) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def to_config(config: ServingConfig, role: Role = Role.ANY) -> dict[str, Json]:
+    """Return the mapping that, written as YAML, `vllm serve --config` reads as these arguments.
+
+    A boolean that is off is written `no-NAME: true`: vLLM 0.26 drops `NAME: false` from a config file
+    without a word (vllm/utils/argparse_utils.py, `load_config_file`). JSON values become text.
+    """
+    out: dict[str, Json] = {"model": config.model}
+    for name, value in config.for_role(role).items():
+        key = flag(name).removeprefix("--")
+        if value is False:
+            out[f"no-{key}"] = True
+        elif isinstance(value, dict):
+            out[key] = _scalar(value)
+        else:
+            out[key] = value
+    return out

@@ -1,0 +1,1 @@
+"""Tell the outside world what was measured: run folder, terminal, MLflow, plots."""

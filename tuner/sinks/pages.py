@@ -1,0 +1,494 @@
+"""What MLflow is told about a study, as plain values: params, tags, metrics, the note, the saved view.
+
+Pure: results in, dicts and text out; sinks/mlflow.py sends them. Names from outside are data here too:
+they are escaped for Markdown and HTML, and keys keep to the letters that MLflow takes.
+"""
+
+import base64
+import html
+import io
+import json
+import math
+import re
+import shlex
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from tuner import slo as slos
+from tuner import units
+from tuner.errors import FailureKind
+from tuner.results import (
+    TrialResult,
+    default_of,
+    differences,
+    feasible,
+    flat,
+    front,
+    hypervolume,
+    recommend,
+)
+from tuner.serving import Json, Role, to_config
+from tuner.sinks.verdict import (
+    configuration,
+    describe_slo,
+    limits,
+    metric_name,
+    notes_of,
+    plain,
+    trial_table,
+    verdict,
+)
+from tuner.spec import StudySpec
+from tuner.workload import Workload, describe
+
+NOT_GIVEN = "not given"
+OFF = {"long_prefill_token_threshold": "0"}  # what vLLM takes when the argument is not given
+LONGEST_TAG, LONGEST_PARAM, LONGEST_DIGEST = 7900, 6000, 36
+SHORT_NAMES = {
+    "topology": "",
+    "max_num_batched_tokens": "b",
+    "long_prefill_token_threshold": "l",
+    "max_num_seqs": "s",
+}
+SHAPE = (
+    "requests",
+    "span_s",
+    "request_rate",
+    "input_len_p50",
+    "input_len_p95",
+    "output_len_p50",
+    "output_len_p95",
+)
+COLUMNS = (("arrival_s", "double"), ("input_len", "long"), ("output_len", "long"))
+MOST_VARIED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadFacts:
+    """What identifies the traffic, and its observed shape."""
+
+    name: str
+    sha256: str
+    shape: Mapping[str, float | int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, workload: Workload) -> "WorkloadFacts":
+        """Return the facts of a loaded workload."""
+        return cls(workload.name, workload.sha256, describe(workload.requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Addresses inside the UI: the saved view, and each trial's page by its number."""
+
+    review: str
+    trials: Mapping[int, str]
+
+
+def metrics(result: TrialResult) -> Iterator[tuple[str, float, int]]:
+    """Yield a trial's metrics as key, value and step: its own, each repeat's, excesses, what it cost."""
+    if result.is_measured and result.same_as is None:
+        yield from _finite(units.to_outside(result.metrics), "", 0)
+        yield from _finite(result.excess, "slo_excess/", 0)
+        for step, repeat in enumerate(result.repeats, start=1):
+            yield from _finite(units.to_outside(repeat.metrics), "repeat/", step)
+    if result.same_as is None:
+        yield from _finite({f"{name}_ms": seconds * 1e3 for name, seconds in result.cost.items()}, "cost/", 0)
+
+
+def _finite(values: Mapping[str, float], prefix: str, step: int) -> Iterator[tuple[str, float, int]]:
+    """What is not a finite number is left out: MLflow turns infinity into 1.8e308, which ruins charts."""
+    for name, value in values.items():
+        if math.isfinite(value):
+            yield key(f"{prefix}{name}"), float(value), step
+
+
+def key(name: str) -> str:
+    """Return a name in the letters that MLflow takes for params and metrics."""
+    return re.sub(r"[^\w\-./ ]", "_", name, flags=re.ASCII)
+
+
+def metric_key(name: str) -> str:
+    """Return the key that a metric has in MLflow."""
+    return key(units.outside_key(name))
+
+
+def params(result: TrialResult) -> dict[str, str]:
+    """Return a trial's effective engine arguments under vLLM's names; under PD with their role in front."""
+    config = result.config
+    topology = config.topology
+    given: dict[str, Json] = {
+        "topology": str(topology),
+        "pd_ratio": f"{topology.prefillers}:{topology.decoders}" if topology.prefillers else "none",
+    }
+    for role in topology.roles:
+        prefix = "" if role is Role.ANY else f"{role}."
+        given |= {f"{prefix}{name}": value for name, value in config.for_role(role).items()}
+    given |= {name: value for name, value in flat(config).items() if name.startswith("env.")}
+    given |= dict(result.effective)
+    return {key(name): _text(value)[:LONGEST_PARAM] for name, value in given.items()}
+
+
+def params_of_all(results: Sequence[TrialResult]) -> dict[int, dict[str, str]]:
+    """Return each trial's params by number, every name on every trial: charts drop a run that lacks one."""
+    own = {r.number: params(r) for r in results}
+    names = sorted({name for some in own.values() for name in some})
+    return {n: {name: some.get(name, OFF.get(name, NOT_GIVEN)) for name in names} for n, some in own.items()}
+
+
+def _text(value: Json) -> str:
+    return plain(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
+
+
+def tags(spec: StudySpec, result: TrialResult, default: TrialResult | None) -> dict[str, str]:
+    """Return the tags of a trial that later trials do not change."""
+    own = {
+        "mlflow.runName": run_name(result, default),
+        "mlflow.note.content": trial_note(spec, result, default),
+        "tune.role": result.label or "candidate",
+        "tune.outcome": outcome(result),
+        "tune.slo": {True: "met", False: "missed", None: "none"}[
+            result.slos_met if result.is_measured else None
+        ],
+        "tune.configuration": configuration(result, default),
+    }
+    if result.failure is not None:
+        own |= {
+            "tune.failure": str(result.failure.kind),
+            "tune.failure_message": plain(result.failure.message),
+        }
+    if result.same_as is not None:
+        own["tune.same_as"] = str(result.same_as)
+    if result.vllm_version:
+        own["tune.vllm_version"] = plain(result.vllm_version)
+    if notes := notes_of([result]):
+        own["tune.notes"] = "; ".join(notes)
+    return {name: value[:LONGEST_TAG] for name, value in own.items()}
+
+
+def standing(spec: StudySpec, result: TrialResult, results: Sequence[TrialResult]) -> dict[str, str]:
+    """Return the tags of a trial that change as others come in."""
+    x, y = spec.objective_metrics
+    best = recommend(results, x, y)
+    on_front = any(r.number == result.number for r in front(results, x, y))
+    is_best = best is not None and best.number == result.number
+    return {"tune.pareto": "yes" if on_front else "no", "tune.recommended": "yes" if is_best else "no"}
+
+
+def outcome(result: TrialResult) -> str:
+    """Return "ok", "failed", "interrupted" or "same_as"."""
+    if result.failure is not None:
+        return "interrupted" if result.failure.kind is FailureKind.INTERRUPTED else "failed"
+    return "ok" if result.same_as is None else "same_as"
+
+
+def status(result: TrialResult) -> str:
+    """Return MLflow's status of a trial: FAILED has a red icon."""
+    return {"failed": "FAILED", "interrupted": "KILLED"}.get(outcome(result), "FINISHED")
+
+
+def run_name(result: TrialResult, default: TrialResult | None) -> str:
+    """Return what a trial is called in the UI, which cuts after about 18 characters: what differs, short."""
+    if result.label:
+        return plain(f"t{result.number:02d} {result.label}")
+    words = [_in_short(name, value) for name, value in differences(result.config, default).items()]
+    return plain(f"t{result.number:02d} {' '.join(words) or 'as default'}")[:250]
+
+
+def _in_short(name: str, value: Json) -> str:
+    role, dot, stem = name.rpartition(".")
+    short = f"{role[:1]}{dot}{SHORT_NAMES.get(stem, stem)}"
+    if value is None:
+        return f"no-{short}"
+    return f"{short}{_text(value)}" if stem in SHORT_NAMES else f"{short}={_text(value)}"
+
+
+def trial_note(spec: StudySpec, result: TrialResult, default: TrialResult | None) -> str:
+    """Return a trial's description: configuration, what came out, or why it failed."""
+    words = result.label or configuration(result, default)
+    lines = [f"**{markdown(words)}**", ""]
+    if result.same_as is not None:
+        lines.append(f"The same configuration as trial {result.same_as}: not measured again.")
+    elif result.failure is not None:
+        lines += [f"Failed ({result.failure.kind}): {markdown(result.failure.message)}", ""]
+        lines += [f"    {html.escape(plain(line))[:300]}" for line in result.failure.log[-10:]]
+    else:
+        lines += [f"- {_value(k, result)}" for k in spec.objective_metrics if k in result.metrics]
+        lines += [f"- Note: {markdown(text)}" for text in notes_of([result])]
+    return "\n".join(lines)
+
+
+def _value(name: str, result: TrialResult) -> str:
+    return markdown(f"{metric_name(name)} {slos.describe(name, result.metrics[name])}")
+
+
+def study_params(spec: StudySpec, workload: WorkloadFacts, vllm_version: str | None) -> dict[str, str]:
+    """Return what a study fixed from the start; what a resumed study may change is a tag instead."""
+    x, y = spec.objective_metrics
+    own = {
+        "model": spec.model,
+        "workload": workload.name,
+        "workload_sha256": workload.sha256,
+        "rate_scale": f"{spec.workload.rate_scale:g}",
+        "objectives": f"{x}, {y}",
+        "slo": ", ".join(slo.text for slo in spec.slo) or "none",
+        "sampler": spec.sampler,
+        "seed": str(spec.seed),
+        "repeats": str(spec.repeats),
+        "topologies": ", ".join(str(t) for t in spec.topologies),
+        **({"vllm_version": vllm_version} if vllm_version else {}),
+    }
+    own |= {f"engine_args.{name}": _text(value) for name, value in spec.engine_args.items()}
+    own |= {f"search_space.{name}": _text(d.model_dump(mode="json")) for name, d in spec.search_space.items()}
+    return {key(name): plain(value)[:LONGEST_PARAM] for name, value in own.items()}
+
+
+def study_tags(spec: StudySpec, results: Sequence[TrialResult]) -> dict[str, str]:
+    """Return where a study stands."""
+    parts = [f"{spec.budget.trials} trials"] if spec.budget.trials is not None else []
+    parts += [units.format_elapsed(spec.budget.time)] if spec.budget.time is not None else []
+    own = {
+        "tune.budget": " or ".join(parts),
+        "tune.slo_limits": ", ".join(describe_slo(slo) for slo in limits(spec, results)) or "none",
+        "tune.slo": "none" if not spec.slo else "met" if feasible(results) else "missed",
+        "tune.verdict": verdict(spec, results).splitlines()[0],
+    }
+    return {name: value[:LONGEST_TAG] for name, value in own.items()}
+
+
+def progress(spec: StudySpec, results: Sequence[TrialResult]) -> Iterator[tuple[str, float, float, int]]:
+    """Yield the study's metrics as key, value, time and trial number.
+
+    Each value depends on the trials up to its own only, so that none changes later.
+    """
+    x, y = spec.objective_metrics
+    own = [r for r in results if r.same_as is None]
+    for count, result in enumerate(own, start=1):
+        for name, value in _progress(spec, own[:count], x, y).items():
+            yield key(name), value, result.ended, result.number
+
+
+def _progress(spec: StudySpec, so_far: Sequence[TrialResult], x: str, y: str) -> dict[str, float]:
+    met = feasible(so_far)
+    points = [r for r in met if _is_point(r, x, y)]
+    values = {"feasible_trials": float(len(met))}
+    if points:
+        best = {name: min(r.metrics[name] for r in points) for name in (x, y)}
+        values |= {f"best_{name}": value for name, value in units.to_outside(best).items()}
+    if (corner := _corner(spec, so_far)) is not None:
+        logs = [(math.log(r.metrics[x]), math.log(r.metrics[y])) for r in points]
+        values["hypervolume"] = hypervolume(logs, corner)
+    return values
+
+
+def _is_point(result: TrialResult, x: str, y: str) -> bool:
+    return result.is_measured and result.metrics.get(x, 0) > 0 and result.metrics.get(y, 0) > 0
+
+
+def _corner(spec: StudySpec, so_far: Sequence[TrialResult]) -> tuple[float, float] | None:
+    """Logs of the point from which the front's area counts: the SLO's limit, else twice the first measured."""
+    x, y = spec.objective_metrics
+    first = next((r for r in so_far if _is_point(r, x, y)), None)
+    if first is None:
+        return None
+    asked = {slo.metric: slo.limit for slo in limits(spec, so_far) if slo.limit and not slo.is_lower_bound}
+    return math.log(asked.get(x) or 2 * first.metrics[x]), math.log(asked.get(y) or 2 * first.metrics[y])
+
+
+def dataset(workload: WorkloadFacts) -> dict[str, str]:
+    """Return the workload as the fields of an MLflow data set."""
+    name = plain(workload.name)[:500]
+    return {
+        "name": name,
+        "digest": workload.sha256[:LONGEST_DIGEST],
+        "source": json.dumps({"workload": name, "sha256": workload.sha256}),
+        "schema": json.dumps(
+            {"mlflow_colspec": [{"name": n, "type": t, "required": True} for n, t in COLUMNS]}
+        ),
+        "profile": json.dumps(dict(workload.shape)),
+    }
+
+
+def table(spec: StudySpec, results: Sequence[TrialResult]) -> dict[str, Any]:
+    """Return the trials in the split form that MLflow's UI shows as a table; durations in milliseconds."""
+    names = spec.objective_metrics
+    columns = ["trial", "marks", "configuration", *(units.outside_key(name) for name in names)]
+    columns += [*(describe_slo(slo) for slo in limits(spec, results)), "failure"]
+    rows = []
+    for row in trial_table(spec, results):
+        values = [_rounded(name, value) for name, value in zip(names, (row.x, row.y), strict=True)]
+        rows.append(
+            [row.number, ", ".join(row.marks), row.configuration, *values, *row.slo, row.failure or ""]
+        )
+    return {"columns": columns, "data": rows}
+
+
+def _rounded(name: str, value: float | None) -> float | None:
+    return None if value is None else round(value * (1e3 if units.is_duration(name) else 1), 3)
+
+
+def markdown(text: object) -> str:
+    """Return text from outside so that Markdown and HTML show it as it is."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(plain(text), quote=False))
+
+
+def note(spec: StudySpec, results: Sequence[TrialResult], links: Links) -> str:
+    """Return the parent's description: the answer first, because the UI folds what comes after five lines."""
+    x, y = spec.objective_metrics
+    own = [r for r in results if r.same_as is None]
+    answer, *rest = verdict(spec, own).splitlines()
+    lines = [f"**{markdown(answer)}**", ""]
+    if rows := _compared(own, recommend(own, x, y), links):
+        lines += [
+            f"| | {markdown(metric_name(x))} | {markdown(metric_name(y))} | differs from the default by |"
+        ]
+        lines += ["|---|---|---|---|", *(_note_row(spec, name, r, default_of(own)) for name, r in rows), ""]
+    lines += [f"- {markdown(line)}" for line in rest]
+    if asked := limits(spec, own):
+        lines.append(f"- SLO: {markdown(', '.join(describe_slo(slo) for slo in asked))}")
+    lines.append(
+        f"- All trials: [Pareto review]({links.review}). The front: Artifacts, `pareto/pareto.html`."
+    )
+    return "\n".join(lines)[:LONGEST_TAG]
+
+
+def _compared(
+    own: Sequence[TrialResult], best: TrialResult | None, links: Links
+) -> list[tuple[str, TrialResult]]:
+    """The trials a reader compares, each with its linked name: the recommended one, default, baselines."""
+    chosen = [("recommended", best)] if best is not None else []
+    chosen += [(r.label, r) for r in own if r.label and r.is_measured and r is not best]
+    return [
+        (_linked(f"{markdown(role)}, trial {r.number}", links.trials.get(r.number)), r)
+        for role, r in chosen
+        if r
+    ]
+
+
+def _linked(text: str, address: str | None) -> str:
+    return f"[{text}]({address})" if address else text
+
+
+def _note_row(spec: StudySpec, name: str, result: TrialResult, default: TrialResult | None) -> str:
+    cells = [
+        slos.describe(k, result.metrics[k]) if k in result.metrics else "" for k in spec.objective_metrics
+    ]
+    return f"| {name} | {' | '.join(cells)} | {markdown(configuration(result, default))} |"
+
+
+def experiment_note(spec: StudySpec, workload: WorkloadFacts, review: str) -> str:
+    """Return the experiment's description: what is served on which traffic, and where to look."""
+    shape = ", ".join(f"{name} {workload.shape[name]:g}" for name in SHAPE if name in workload.shape)
+    traffic = f"recorded workload **{markdown(workload.name)}**" + (f" ({markdown(shape)})" if shape else "")
+    return f"{markdown(spec.model)} on the {traffic}.\n\n[Pareto review of {markdown(spec.name)}]({review})\n"
+
+
+def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str:
+    """Return the value of the experiment tag that is a saved view of the runs page.
+
+    The format is the UI's own (seen in MLflow 3.17): best effort, looked at in tests/test_mlflow_browser.py.
+    """
+    x, y = (metric_key(name) for name in spec.objective_metrics)
+    varied = _varied(spec, results)
+    wanted = {"tune.study_uid": f"= '{uid}'", "tune.kind": "= 'trial'", "tune.outcome": "!= 'same_as'"}
+    shown = ("slo", "pareto", "recommended", "role", "failure")
+    state = {
+        "searchFilter": " AND ".join(f"tags.`{name}` {condition}" for name, condition in wanted.items()),
+        "orderByKey": f"metrics.`{y}`",
+        "orderByAsc": True,
+        "selectedColumns": [
+            *(f"params.`{name}`" for name in varied),
+            *(f"metrics.`{name}`" for name in (x, y)),
+            *(f"tags.`tune.{name}`" for name in shown),
+            "attributes.`Duration`",
+        ],
+        "compareRunCharts": _charts(x, y, varied),
+        "compareRunSections": [
+            {
+                "uuid": "tune",
+                "name": "TTFT against ITL",
+                "display": True,
+                "isReordered": True,
+                "deleted": False,
+            }
+        ],
+        "isAccordionReordered": True,
+        "hideEmptyCharts": True,
+        "runsHiddenMode": "SHOWALL",
+    }
+    packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
+    created = stamp(min((r.started for r in results), default=0.0))
+    name = plain(f"Pareto review: {spec.name}")
+    return json.dumps(
+        {"name": name, "createdAt": created, "updatedAt": created, "state": f"deflate;{packed}"}
+    )
+
+
+def _varied(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
+    """The params in which trials differ, topology first when there are several."""
+    by_name: dict[str, set[str]] = {}
+    for own in params_of_all(results).values():
+        for name, value in own.items():
+            by_name.setdefault(name, set()).add(value)
+    first = [key(name) for name in ("topology", *spec.search_space) if len(by_name.get(key(name), ())) > 1]
+    rest = [name for name, values in by_name.items() if len(values) > 1 and name not in {*first, "pd_ratio"}]
+    return [*first, *rest][:MOST_VARIED]
+
+
+def _charts(x: str, y: str, varied: Sequence[str]) -> list[dict[str, Any]]:
+    base = {"deleted": False, "isGenerated": False, "metricSectionId": "tune", "runsCountToCompare": 100}
+    axes = {"xaxis": {"key": x, "type": "METRIC"}, "yaxis": {"key": y, "type": "METRIC"}}
+    lines = {"selectedParams": list(varied), "selectedMetrics": [x, y], "showAllRuns": False}
+    return [
+        base | {"type": "SCATTER", "uuid": "tune-scatter", "displayName": "TTFT against ITL"} | axes,
+        base | {"type": "PARALLEL", "uuid": "tune-parallel", "displayName": "Arguments to latencies"} | lines,
+    ]
+
+
+def fragment(experiment_id: str, view_key: str) -> str:
+    """Return the address of the saved view inside the UI."""
+    return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={view_key}"
+
+
+def review_url(base: str, experiment_id: str, view_key: str) -> str:
+    """Return the address of the saved view in the UI at `base`."""
+    return f"{base.rstrip('/')}/{fragment(experiment_id, view_key)}"
+
+
+def open_ui_hint(tracking_uri: str, url: str | None) -> str:
+    """Return what to type to open the UI on this store, and the address to look at."""
+    if tracking_uri.startswith("http"):
+        return url or without_secret(tracking_uri)
+    lines = [] if _has_ui() else ["pip install 'vllm-slo-tuner[ui]'"]
+    command = f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}"
+    lines.append(f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {command}")  # without it: 11 processes, 2.6 GB
+    return "\n".join(lines + ([url] if url else []))
+
+
+def _has_ui() -> bool:
+    try:
+        return bool(metadata.version("mlflow"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def config_yaml(result: TrialResult, role: Role) -> str:
+    """Return a trial's configuration as `vllm serve --config` takes it."""
+    out = io.StringIO()
+    YAML().dump(to_config(result.config, role), out)
+    return f"# trial {result.number}; use: vllm serve --config FILE\n{out.getvalue()}"
+
+
+def stamp(seconds: float) -> int:
+    """Return MLflow's milliseconds since the epoch."""
+    return round(seconds * 1e3)
+
+
+def without_secret(uri: str) -> str:
+    """Return an address without the user and password it may carry."""
+    return re.sub(r"//[^/@]*@", "//", uri)

@@ -1,0 +1,477 @@
+"""The study file: YAML in, checked values out, every mistake at once with its line.
+
+Nothing here starts or asks anything; a study file cannot execute anything.
+"""
+
+import difflib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError
+
+from tuner import slo as slos
+from tuner import units
+from tuner.errors import SpecError
+from tuner.metrics import DEFAULT_CLASSES
+from tuner.serving import Json, Topology
+from tuner.slo import Slo
+
+SECRET = re.compile(r"(^|_)(TOKEN|API_KEY|KEY|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
+TINY_MODEL = "tune/tiny-qwen2"
+OWN_ARGS = ("host", "port", "config", "model", "model_tag", "api_key", "uds")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
+
+
+def _seconds(value: object) -> object:
+    if isinstance(value, str):
+        return units.parse_duration(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(f"{value} of what? write {value}s or {value}min")
+    return value
+
+
+Duration = Annotated[
+    float, BeforeValidator(_seconds), PlainSerializer(lambda seconds: f"{seconds:g}s", return_type=str)
+]
+
+
+class IntRange(_Part):
+    """Whole numbers from low to high; on a log scale `grid` points per octave (0: every number)."""
+
+    low: int
+    high: int
+    log: bool = False
+    step: int = Field(default=1, ge=1)
+    grid: int | None = Field(default=None, ge=0, le=16)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_range(cls, data: object) -> object:
+        if not isinstance(data, Mapping | IntRange):
+            raise ValueError(
+                f"{data!r} is not a range: write {{low: 512, high: 8192, log: true}} or a list of values; "
+                "to fix a value put it under engine_args"
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "IntRange":
+        _check_order(self.low, self.high, log=self.log)
+        if self.log and self.step != 1:
+            raise ValueError("step and log exclude each other; use grid: points per octave")
+        return self
+
+
+class FloatRange(_Part):
+    """Numbers from low to high."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "FloatRange":
+        _check_order(self.low, self.high, log=self.log)
+        return self
+
+
+class Choice(_Part):
+    """One of a list of values."""
+
+    values: tuple[bool | int | float | str, ...] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, data: object) -> object:
+        return {"values": tuple(data)} if isinstance(data, list | tuple) else data
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "Choice":
+        if len({(type(v), v) for v in self.values}) != len(self.values):
+            raise ValueError("the same value twice")
+        return self
+
+
+class Fraction(_Part):
+    """A share of another argument, or off (the argument is not given)."""
+
+    fraction_of: str
+    low: float = Field(gt=0, le=1)
+    high: float = Field(gt=0, le=1)
+    off: bool = True
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Fraction":
+        _check_order(self.low, self.high, log=True)
+        return self
+
+
+def _check_order(low: float, high: float, *, log: bool) -> None:
+    if low >= high:
+        raise ValueError(f"low {low:g} must be below high {high:g}; to fix a value put it under engine_args")
+    if log and low <= 0:
+        raise ValueError(f"a log scale needs low above zero, not {low:g}")
+
+
+def _dimension_form(value: object) -> str:
+    if isinstance(value, Choice | list | tuple):
+        return "choice"
+    if isinstance(value, Fraction) or (isinstance(value, Mapping) and ("fraction_of" in value or "off" in value)):
+        return "fraction"
+    if isinstance(value, IntRange | FloatRange):
+        return "ints" if isinstance(value, IntRange) else "floats"
+    if isinstance(value, Mapping):
+        if "values" in value:
+            return "choice"
+        bounds = (value.get("low"), value.get("high"))
+        return "floats" if any(isinstance(bound, float) for bound in bounds) else "ints"
+    return "ints"  # which then says what a range looks like
+
+
+Dimension = Annotated[
+    Annotated[IntRange, Tag("ints")]
+    | Annotated[FloatRange, Tag("floats")]
+    | Annotated[Choice, Tag("choice")]
+    | Annotated[Fraction, Tag("fraction")],
+    Discriminator(_dimension_form),
+]
+
+DEFAULT_SPACE: dict[str, Any] = {
+    "max_num_batched_tokens": {"low": 256, "high": 16384, "log": True},
+    "long_prefill_token_threshold": {"fraction_of": "max_num_batched_tokens", "low": 0.0625, "high": 0.5},
+}
+
+
+class Vllm(_Part):
+    """The program that serves, and how long it may take to start and stop."""
+
+    command: Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(shlex.split(v)) if isinstance(v, str) else v)] = (
+        Field(default=("vllm", "serve"), min_length=1)
+    )
+    stop_command: Annotated[
+        tuple[str, ...] | None, BeforeValidator(lambda v: tuple(shlex.split(v)) if isinstance(v, str) else v)
+    ] = None
+    start_timeout: Duration = 600.0
+    stop_timeout: Duration = 60.0
+    port: int | None = Field(default=None, ge=1, le=65535)
+
+
+class WorkloadSpec(_Part):
+    """Which recorded workload, and how it is replayed."""
+
+    path: str
+    rate_scale: float = Field(default=1.0, gt=0, le=100)
+    warm_up: Duration = 5.0
+    drain_timeout: Duration = 120.0
+    classes: dict[str, tuple[int, int]] = Field(default_factory=lambda: dict(DEFAULT_CLASSES))
+
+
+class Budget(_Part):
+    """When a study ends: measured trials, wall time, or whichever comes first."""
+
+    trials: int | None = Field(default=None, ge=1)
+    time: Duration | None = None
+
+    @model_validator(mode="after")
+    def _some_end(self) -> "Budget":
+        if self.trials is None and self.time is None:
+            raise ValueError("give trials, time or both")
+        return self
+
+
+class Objectives(_Part):
+    """The two metrics of the Pareto front, both minimised."""
+
+    ttft: str
+    itl: str
+
+
+def _slo(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return slos.parse(value, classes=_any_class(value))
+    except SpecError as error:
+        raise ValueError(f"{error.message.removeprefix('--slo ')}; {error.hint}") from error
+
+
+def _any_class(text: str) -> list[str]:
+    """Classes are checked against the workload's own once the whole file is read."""
+    match = re.search(r"^[a-z0-9_]+\.([\w-]+)", text.strip())
+    return [match[1]] if match else []
+
+
+def _topology(value: object) -> object:
+    return Topology.parse(value) if isinstance(value, str) else value
+
+
+def _no_secret(env: dict[str, str]) -> dict[str, str]:
+    for name in env:
+        if SECRET.search(name):
+            raise ValueError(f"{name} looks like a secret: export it in the shell, it is passed on and never written down")
+    return env
+
+
+def _engine_args(args: dict[str, Any]) -> dict[str, Json]:
+    for name in args:
+        if "-" in name:
+            raise ValueError(f'{name}: write it with underscores, "{name.replace("-", "_")}"')
+        if SECRET.search(name):
+            raise ValueError(f"{name} is a secret: export VLLM_API_KEY in the shell, it is passed on and never written down")
+        if name in OWN_ARGS:
+            raise ValueError(f"{name} is set by tune itself")
+    return {name: _json(value) for name, value in args.items()}
+
+
+def _json(value: Any) -> Json:
+    if isinstance(value, dict):
+        return {str(k): _json(v) for k, v in value.items()}
+    return [_json(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+class StudySpec(_Part):
+    """A study: what is served, what is varied, on which traffic, with which promise and budget."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    model: str = Field(min_length=1)
+    vllm: Vllm = Vllm()
+    engine_args: Annotated[dict[str, Any], AfterValidator(_engine_args)] = Field(default_factory=dict)
+    env: Annotated[dict[str, str], AfterValidator(_no_secret)] = Field(default_factory=dict)
+    search_space: dict[str, Dimension] = Field(default_factory=dict)
+    topologies: tuple[
+        Annotated[Topology, BeforeValidator(_topology), PlainSerializer(str, return_type=str)], ...
+    ] = Field(default=(Topology(replicas=1),), min_length=1)
+    workload: Annotated[WorkloadSpec, BeforeValidator(lambda v: {"path": v} if isinstance(v, str) else v)]
+    slo: tuple[Annotated[Slo, BeforeValidator(_slo), PlainSerializer(lambda s: s.text, return_type=str)], ...] = ()
+    objectives: Objectives | None = None
+    budget: Budget = Budget(trials=20)
+    repeats: int = Field(default=1, ge=1, le=20)
+    gpus: tuple[int, ...] | None = None
+    seed: int = Field(default=0, ge=0)
+    sampler: Literal["tpe", "random"] = "tpe"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_space(cls, data: object) -> object:
+        if isinstance(data, dict) and data.get("search_space") is None:
+            return data | {"search_space": DEFAULT_SPACE}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "StudySpec":
+        if both := sorted(set(self.engine_args) & set(self.search_space)):
+            raise ValueError(f"{both[0]} is under engine_args and under search_space: keep one")
+        for name, dimension in self.search_space.items():
+            if isinstance(dimension, Fraction) and dimension.fraction_of == name:
+                raise ValueError(f"search_space.{name}: a fraction of itself")
+        metrics = [slo.metric for slo in self.slo]
+        if twice := next((m for m in metrics if metrics.count(m) > 1), None):
+            raise ValueError(f"slo: {twice} is limited twice")
+        for slo in self.slo:
+            slos.parse(slo.text, classes=self.workload.classes)
+            if slo.limit is None and slo.metric == "slo_attainment":
+                raise ValueError("slo: attainment cannot be relative to the default")
+        return self
+
+    @property
+    def objective_metrics(self) -> tuple[str, str]:
+        """The metrics of the front: as given, else the statistic of the first TTFT and ITL SLO."""
+        if self.objectives is not None:
+            return self.objectives.ttft, self.objectives.itl
+        return self._slo_metric("ttft", "ttft_p95"), self._slo_metric("itl", "itl_p99")
+
+    def _slo_metric(self, family: str, default: str) -> str:
+        return next((s.metric for s in self.slo if units.family(s.metric) == family), default)
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
+    """Read a study file; `overrides` are values by dotted path, as given by flags.
+
+    Raises:
+        SpecError: all mistakes of the file, one a line, each with file and line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}", hint="tune run STUDY takes a YAML file") from error
+    return parse(text, str(path), overrides)
+
+
+def parse(text: str, source: str, overrides: Mapping[str, Any] | None = None) -> StudySpec:
+    """Read the text of a study file; `source` names it in errors."""
+    data = _yaml(text, source)
+    plain = _plain(data)
+    given = dict(overrides or {})
+    for dotted, value in given.items():
+        _put(plain, dotted, _plain(value))
+    try:
+        return StudySpec.model_validate(plain)
+    except ValidationError as error:
+        lines = [_explain(item, data, source, given) for item in error.errors()]
+        raise SpecError("\n".join(lines), hint="README, \"The study file\", lists every key") from error
+    except SpecError as error:
+        raise SpecError(f"{source}: slo: {error.message.removeprefix('--slo ')}", hint=error.hint) from error
+
+
+def _yaml(text: str, source: str) -> Any:
+    try:
+        data = YAML(typ="rt").load(text)
+    except DuplicateKeyError as error:
+        mark = error.problem_mark
+        match = re.search(r'duplicate key "?([^"\s]+)"?', str(error.problem))
+        raise SpecError(f"{source}:{mark.line + 1}: the key {match[1] if match else ''!r} stands here twice",
+                        hint="keep one of them") from error  # fmt: skip
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise SpecError(f"{source}:{line}: not YAML: {error.problem}") from error
+    if not isinstance(data, dict):
+        raise SpecError(f"{source}:1: a study is a mapping of keys", hint="see studies/ for examples")
+    return data
+
+
+def _plain(value: Any) -> Any:
+    """Return ruamel's round-trip values as plain Python ones, lists as tuples."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for name in parents:
+        inner = data.get(name)
+        if isinstance(inner, str) and name == "workload":
+            inner = {"path": inner}
+        data[name] = inner = dict(inner) if isinstance(inner, dict) else {}
+        data = inner
+    data[last] = value
+
+
+def _explain(item: Any, data: Any, source: str, overrides: Mapping[str, Any]) -> str:
+    loc = [part for part in item["loc"] if part not in {"ints", "floats", "choice", "fraction"}]
+    dotted = ".".join(str(part) for part in loc)
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        message = "unknown key" + _did_you_mean(loc)
+    elif item["type"] == "missing":
+        message = "missing"
+    elif "input" in item and not isinstance(item["input"], dict) and item["type"] != "value_error":
+        message = f"{message[0].lower()}{message[1:]}, not {item['input']!r}"
+    flag = next((name for name in overrides if _concerns(name, dotted, message)), None)
+    where = f"--set {flag}" if flag else f"{source}:{_line(data, loc)}"
+    return f"{where}: {dotted}: {message}" if dotted else f"{where}: {message}"
+
+
+def _concerns(override: str, dotted: str, message: str) -> bool:
+    """Whether an error is about a value that a flag gave."""
+    parent, _, last = override.rpartition(".")
+    return dotted == override or dotted.startswith(override + ".") or (dotted == parent and message.startswith(last))
+
+
+def _line(data: Any, loc: Sequence[Any]) -> int:
+    line = 1
+    for part in loc:
+        if isinstance(data, dict) and part in data:
+            line = data.lc.key(part)[0] + 1
+            data = data[part]
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            line = data.lc.item(part)[0] + 1
+            data = data[part]
+        else:
+            break
+    return int(line)
+
+
+def _did_you_mean(loc: Sequence[Any]) -> str:
+    known: Iterable[str] = StudySpec.model_fields
+    nested: dict[str, Iterable[str]] = {
+        "vllm": Vllm.model_fields,
+        "workload": WorkloadSpec.model_fields,
+        "budget": Budget.model_fields,
+        "objectives": Objectives.model_fields,
+        "search_space": {*IntRange.model_fields, *Fraction.model_fields, "values"},
+    }
+    if len(loc) > 1:
+        known = nested.get(str(loc[0]), ())
+    close = difflib.get_close_matches(str(loc[-1]), list(known), n=1)
+    return f', did you mean "{close[0]}"?' if close else f"; known here: {', '.join(sorted(known))}"
+
+
+def dump(spec: StudySpec) -> str:
+    """Return the study as YAML that `parse` reads back to an equal value."""
+    yaml = YAML()
+    yaml.default_flow_style = False
+    yaml.width = 4096
+    out = io.StringIO()
+    yaml.dump(_lists(spec.model_dump(mode="python", exclude_none=True)), out)
+    return out.getvalue()
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"values"}:
+            return _lists(value["values"])
+        return {k: _lists(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [_lists(v) for v in value]
+    return value
+
+
+def places(study: Path | None) -> list[Path]:
+    """Return the folders in which `studies/` and `workloads/` are looked for, nearest first."""
+    found = [Path.cwd()]
+    if study is not None:
+        found += [study.resolve().parent, study.resolve().parent.parent]
+    return [*found, Path(__file__).resolve().parent.parent, Path(sys.prefix) / "share" / "tune"]
+
+
+def find_workload(path: str, study: Path | None) -> Path:
+    """Return where a study's workload lies: a path, or a name under some `workloads/`.
+
+    Raises:
+        SpecError: it is nowhere; the message lists the names there are.
+    """
+    tried = [base / tail for base in places(study) for tail in (path, Path("workloads") / path)]
+    for candidate in tried:
+        if candidate.is_file() or (candidate / "workload.jsonl").is_file():
+            return candidate.resolve()
+    names = sorted({p.parent.name for base in places(study) for p in base.glob("workloads/*/workload.jsonl")})
+    close = difflib.get_close_matches(path, names, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names) or 'none'}"
+    raise SpecError(f"workload: {path}: not found", hint=hint)
+
+
+def where(study: Path, dotted: str) -> str:
+    """Return "FILE:LINE" of a key of a study file, for errors found after it was read."""
+    try:
+        data = YAML(typ="rt").load(study.read_text(encoding="utf-8"))
+    except (OSError, MarkedYAMLError):
+        return str(study)
+    return f"{study}:{_line(data, dotted.split('.'))}"

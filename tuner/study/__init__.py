@@ -1,0 +1,1 @@
+"""Ask Optuna for configurations, tell it what was measured, and give the verdict."""

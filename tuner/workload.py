@@ -1,0 +1,267 @@
+"""A recorded workload: who asked for how many tokens, when.
+
+A workload is a folder: `workload.jsonl` (the window a study tunes on), optionally `confirm.jsonl` (a
+window the search never sees) and `history.jsonl` (what came before, for a warm prefix cache). Rows are
+JSON objects, one a line; `arrival_s` is in seconds from the start of the window.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tuner.errors import SpecError
+
+FIELDS = ("arrival_s", "input_len", "output_len", "block_ids", "block_size", "session", "parent", "think_time_s",
+          "prompt", "model", "endpoint", "source_line")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row: arrival in seconds from the window's start, lengths in tokens."""
+
+    arrival: float
+    input_len: int
+    output_len: int
+    block_ids: tuple[int, ...] | None = None
+    block_size: int | None = None
+    session: str | None = None
+    parent: str | None = None
+    think_time: float | None = None
+    prompt: str | tuple[int, ...] | None = None
+    model: str | None = None
+    endpoint: str | None = None
+    source_line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The rows of a window in order of arrival, and what identifies them.
+
+    Attributes:
+        name: the folder's name.
+        requests: rows sorted by arrival, ties in file order.
+        sha256: of the file's bytes, or of the file's and the transform's when rows were changed.
+        history: rows before the window; arrival counts backwards from the window's start.
+        confirm: rows of the window kept for confirmation.
+        transforms: what was done to the recorded rows, in words, in order.
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+    sha256: str
+    history: tuple[Request, ...] = ()
+    confirm: tuple[Request, ...] = ()
+    transforms: tuple[str, ...] = ()
+
+    @property
+    def span(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return self.requests[-1].arrival - self.requests[0].arrival
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, prompt and output together."""
+        return max(r.input_len + r.output_len for r in self.requests)
+
+
+def load(path: Path) -> Workload:
+    """Read a workload folder, or a single .jsonl file.
+
+    Raises:
+        SpecError: no such workload, or a row that cannot be replayed; says which line.
+    """
+    file = path / "workload.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise SpecError(f"{path}: no workload here", hint="give a folder with a workload.jsonl, or a .jsonl file")
+    requests = _read(file)
+    if not requests:
+        raise SpecError(f"{file}: no rows", hint="a workload needs at least one request")
+    beside = {} if not path.is_dir() else {name: _read(path / f"{name}.jsonl") for name in ("history", "confirm")
+                                           if (path / f"{name}.jsonl").is_file()}
+    return Workload(
+        name=path.name if path.is_dir() else path.stem,
+        requests=requests,
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        history=beside.get("history", ()),
+        confirm=beside.get("confirm", ()),
+    )
+
+
+def _read(file: Path) -> tuple[Request, ...]:
+    rows = [_row(file, number, line) for number, line in enumerate(_lines(file), start=1) if line.strip()]
+    return tuple(sorted(rows, key=lambda row: row.arrival))
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{file}: cannot be read: {error}") from error
+
+
+def _row(file: Path, number: int, line: str) -> Request:
+    where = f"{file}:{number}"
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SpecError(f"{where}: not JSON: {error.msg}", hint="one JSON object a line") from error
+    if not isinstance(data, dict):
+        raise SpecError(f"{where}: not a JSON object", hint='a row looks like {"arrival_s": 0.5, "input_len": 120, "output_len": 30}')
+    if unknown := sorted(set(data) - set(FIELDS)):
+        raise SpecError(f"{where}: unknown field {unknown[0]!r}", hint=f"the fields are: {', '.join(FIELDS)}")
+    arrival = _number(where, data, "arrival_s")
+    input_len = _whole(where, data, "input_len", least=1)
+    output_len = _whole(where, data, "output_len", least=1)
+    blocks, size = data.get("block_ids"), data.get("block_size")
+    if blocks is not None:
+        _check_blocks(where, blocks, size, input_len)
+    prompt = data.get("prompt")
+    if prompt is not None and not isinstance(prompt, str | list):
+        raise SpecError(f"{where}: prompt must be text or a list of token ids")
+    return Request(
+        arrival=arrival, input_len=input_len, output_len=output_len,
+        block_ids=None if blocks is None else tuple(blocks), block_size=size,
+        session=data.get("session"), parent=data.get("parent"), think_time=data.get("think_time_s"),
+        prompt=tuple(prompt) if isinstance(prompt, list) else prompt,
+        model=data.get("model"), endpoint=data.get("endpoint"), source_line=data.get("source_line"),
+    )  # fmt: skip
+
+
+def _number(where: str, data: dict[str, object], name: str) -> float:
+    value = data.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value) or value < 0:
+        raise SpecError(f"{where}: {name} must be a number of seconds, zero or more, not {json.dumps(value)}")
+    return float(value)
+
+
+def _whole(where: str, data: dict[str, object], name: str, *, least: int) -> int:
+    value = data.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SpecError(f"{where}: {name} must be a whole number of tokens, at least {least}, not {json.dumps(value)}")
+    return value
+
+
+def _check_blocks(where: str, blocks: object, size: object, input_len: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise SpecError(f"{where}: block_ids need a block_size in tokens")
+    if not isinstance(blocks, list) or not all(isinstance(b, int) and not isinstance(b, bool) for b in blocks):
+        raise SpecError(f"{where}: block_ids must be a list of whole numbers")
+    if len(blocks) != -(-input_len // size):
+        raise SpecError(f"{where}: {len(blocks)} block ids for {input_len} tokens in blocks of {size}",
+                        hint=f"a prompt of this length has {-(-input_len // size)} blocks, the last one partial")  # fmt: skip
+
+
+def check_fits(workload: Workload, max_model_len: int) -> None:
+    """Refuse a workload with a row longer than the model takes.
+
+    Raises:
+        SpecError: names the first such row and how many there are.
+    """
+    over = [(i, r) for i, r in enumerate(workload.requests, start=1) if r.input_len + r.output_len > max_model_len]
+    if over:
+        number, row = over[0]
+        line = f" (source line {row.source_line})" if row.source_line else ""
+        raise SpecError(
+            f"workload {workload.name}, row {number}{line}: {row.input_len} + {row.output_len} tokens are more than "
+            f"max_model_len {max_model_len}; {len(over)} of {len(workload.requests)} rows are too long",
+            hint="raise engine_args.max_model_len or use a workload whose rows fit",
+        )
+
+
+def scale_rate(workload: Workload, factor: float, seed: int) -> Workload:
+    """Return the workload at `factor` times its request rate, on the recorded clock.
+
+    Down: whole prefix groups are kept or dropped, so that reuse inside a group survives. Up: shifted
+    copies with relabelled block ids and sessions are laid over the window, so that reuse is not doubled.
+    Method and reasons: thinning single rows of a trace with shared prefixes loses a third to two thirds
+    of its reuse, time scaling shortens every gap.
+    """
+    if factor == 1:
+        return workload
+    if factor <= 0:
+        raise SpecError(f"--rate-scale {factor}: must be above zero", hint="0.5 halves the request rate")
+    rng = np.random.default_rng(seed)
+    copies, rest = divmod(factor, 1)
+    rows = [row for copy in range(int(copies)) for row in _shifted(workload, copy, rng)]
+    if rest > 1e-9:
+        rows += _thinned(_shifted(workload, int(copies), rng), rest, rng)
+    rows.sort(key=lambda row: row.arrival)
+    if not rows:
+        raise SpecError(f"--rate-scale {factor}: no row is left", hint="use a larger factor")
+    words = f"rate scaled {factor:g}x (groups thinned, copies relabelled, seed {seed}): {len(rows)} of {len(workload.requests)} rows"
+    digest = hashlib.sha256(f"{workload.sha256}/{words}".encode()).hexdigest()
+    return replace(workload, requests=tuple(rows), sha256=digest, transforms=(*workload.transforms, words))
+
+
+def _shifted(workload: Workload, copy: int, rng: np.random.Generator) -> list[Request]:
+    if copy == 0:
+        return list(workload.requests)
+    start, span = workload.requests[0].arrival, workload.span or 1.0
+    shift = float(rng.uniform(0, span))
+    base = 1 + max((b for r in workload.requests for b in r.block_ids or ()), default=0)
+    return [
+        replace(
+            row,
+            arrival=start + (row.arrival - start + shift) % span,
+            block_ids=None if row.block_ids is None else tuple(b + copy * base for b in row.block_ids),
+            session=None if row.session is None else f"{row.session}/{copy}",
+            parent=None if row.parent is None else f"{row.parent}/{copy}",
+        )
+        for row in workload.requests
+    ]
+
+
+def _thinned(rows: Sequence[Request], share: float, rng: np.random.Generator) -> list[Request]:
+    groups: dict[object, list[Request]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(_group(row, index), []).append(row)
+    kept: list[Request] = []
+    for index in rng.permutation(len(groups)):
+        group = list(groups.values())[index]
+        if len(kept) + len(group) / 2 <= share * len(rows):
+            kept += group
+    return kept
+
+
+def _group(row: Request, index: int) -> object:
+    if row.session is not None:
+        return row.session
+    return row.block_ids[:2] if row.block_ids and len(row.block_ids) > 1 else index
+
+
+def describe(requests: Iterable[Request]) -> dict[str, float | int]:
+    """Return the observed shape of rows: counts, span, rate, length quantiles, dispersion of arrivals."""
+    rows = list(requests)
+    arrivals = np.array([r.arrival for r in rows])
+    shape: dict[str, float | int] = {"requests": len(rows)}
+    if len(rows) > 1:
+        span = float(np.ptp(arrivals))
+        shape["span_s"] = round(span, 3)
+        if span > 0:
+            shape["request_rate"] = round(len(rows) / span, 3)
+            counts = np.array(list(Counter(np.floor(arrivals - arrivals.min()).astype(int)).values()))
+            bins = int(np.floor(span)) + 1
+            mean = len(rows) / bins
+            shape["dispersion_1s"] = round(float((np.sum((counts - mean) ** 2) + (bins - len(counts)) * mean**2) / bins / mean), 3)
+    for name, lengths in (("input_len", [r.input_len for r in rows]), ("output_len", [r.output_len for r in rows])):
+        for q in (50, 95):
+            shape[f"{name}_p{q}"] = float(np.percentile(lengths, q))
+        shape[f"{name}_max"] = max(lengths)
+        shape[f"{name}_total"] = sum(lengths)
+    return shape
+
+
+def to_jsonl(requests: Iterable[Request]) -> str:
+    """Return rows in the form `load` reads."""
+    lines = []
+    for r in requests:
+        values = (r.arrival, r.input_len, r.output_len, r.block_ids, r.block_size, r.session, r.parent, r.think_time,
+                  r.prompt, r.model, r.endpoint, r.source_line)  # fmt: skip
+        row = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    return "".join(lines)

@@ -1,0 +1,477 @@
+"""Make the small demo workloads from windows of published traces: cut, thin and scale, and say so.
+
+    python -m workloads.derive --traces DIR
+
+DIR holds the published files, unmodified, each folder with its licence text. The same files give the same
+bytes. Nothing is drawn at random: what is thinned or spread follows from a hash of the source line or of
+the prefix group, so a row's fate does not depend on its neighbours.
+"""
+
+import argparse
+import hashlib
+import io
+import itertools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from ruamel.yaml import YAML
+
+HERE = Path(__file__).parent
+MAX_MODEL_LEN = 4096
+LONG = 1024  # a prompt above this is of class `long`
+QUANTILES = (5, 50, 90, 99, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request, in the order of keys that workload.jsonl has."""
+
+    arrival: float
+    input_len: int
+    output_len: int
+    source_line: int
+    block_ids: tuple[int, ...] = ()
+    block_size: int | None = None
+
+    def to_json(self) -> str:
+        """Return the row as a line of workload.jsonl."""
+        blocks = {"block_ids": self.block_ids, "block_size": self.block_size} if self.block_ids else {}
+        return json.dumps(
+            {
+                "arrival_s": round(self.arrival, 6),
+                "input_len": self.input_len,
+                "output_len": self.output_len,
+                **blocks,
+                "source_line": self.source_line,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The rows kept of a source, and how many others were dropped for which reason."""
+
+    rows: tuple[Row, ...]
+    read: int
+    dropped: Counter[str]
+
+    def keep(self, reason: str, kept: Iterable[Row]) -> "Cut":
+        """Return the cut with fewer rows; the others count as dropped for this reason."""
+        rows = tuple(kept)
+        return replace(self, rows=rows, dropped=self.dropped + Counter({reason: len(self.rows) - len(rows)}))
+
+    def change(self, rows: Iterable[Row]) -> "Cut":
+        """Return the cut with every row changed and none dropped."""
+        changed = tuple(rows)
+        if len(changed) != len(self.rows):
+            raise ValueError("a change must not drop rows")
+        return replace(self, rows=changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A workload: its files by name, the cuts they were made from, and the words for its card."""
+
+    name: str
+    title: str
+    licence: str
+    source: str
+    transform: str
+    rows: dict[str, tuple[Row, ...]]
+    cuts: dict[str, dict[str, Cut]]
+
+
+def whole(rows: Iterable[Row]) -> Cut:
+    """Return a source of which nothing has been dropped yet."""
+    everything = tuple(rows)
+    return Cut(everything, read=len(everything), dropped=Counter())
+
+
+def window(cut: Cut, start: float, seconds: float) -> Cut:
+    """Keep the rows that arrive in [start, start + seconds) and rebase them to 0."""
+    kept = cut.keep("outside the window", (r for r in cut.rows if start <= r.arrival < start + seconds))
+    return kept.change(replace(row, arrival=row.arrival - start) for row in kept.rows)
+
+
+def fits(cut: Cut) -> Cut:
+    """Keep the rows that the demo's server can take."""
+    return cut.keep(
+        f"input + output above {MAX_MODEL_LEN} tokens after scaling",
+        (row for row in cut.rows if row.input_len + row.output_len <= MAX_MODEL_LEN),
+    )
+
+
+def chance(*key: object) -> float:
+    """Return a number in [0, 1) that depends on the key only, the same on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def merged(*cuts: Cut) -> tuple[Row, ...]:
+    """Return the rows of several sources in order of arrival."""
+    return tuple(sorted((row for cut in cuts for row in cut.rows), key=lambda row: row.arrival))
+
+
+# Azure 2023: short prompts with long answers from the conversation trace, long prompts from the code trace.
+
+CONV = "AzureLLMInferenceTrace_conv_first3000.csv"
+CODE = "AzureLLMInferenceTrace_code_first2000.csv"
+CONV_KEPT = 0.6
+CONV_INPUT_SCALE = 8
+CODE_BAND = (2800, 4800)
+CODE_INPUT_SCALE = 2
+OUTPUT_SCALE = 2
+AZURE_SECONDS = 27.0
+# file -> (start in the conversation trace, start in the code trace), s after each file's first row
+AZURE_WINDOWS = {"workload": (480.0, 283.5), "confirm": (300.0, 256.0)}
+
+
+def read_azure(path: Path) -> Iterator[Row]:
+    """Yield the rows of an Azure 2023 file; arrivals count from the file's first row."""
+    first: datetime | None = None
+    with path.open(encoding="ascii", newline="") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1:
+                continue
+            stamp, context, generated = line.strip().split(",")
+            # Seven fraction digits; all of these end in 0, and fromisoformat takes six.
+            when = datetime.fromisoformat(stamp[:26])
+            first = first or when
+            yield Row((when - first).total_seconds(), int(context), int(generated), number)
+
+
+def azure(traces: Path) -> Derived:
+    """Return the chat-with-documents mix made from the two Azure traces."""
+    folder = traces / "azure_llm_2023"
+    conv, code = whole(read_azure(folder / CONV)), whole(read_azure(folder / CODE))
+    cuts = {
+        name: {
+            CONV: _azure_conversation(window(conv, conv_start, AZURE_SECONDS)),
+            CODE: _azure_code(window(code, code_start, AZURE_SECONDS)),
+        }
+        for name, (conv_start, code_start) in AZURE_WINDOWS.items()
+    }
+    return Derived(
+        name="azure-conv-2023-small",
+        title="Azure 2023, conversations with long code prompts among them, SCALED for a CPU",
+        licence="azure_llm_2023/LICENSE",
+        source=AZURE_SOURCE,
+        transform=AZURE_TRANSFORM,
+        rows={name: merged(*of.values()) for name, of in cuts.items()},
+        cuts=cuts,
+    )
+
+
+def _azure_conversation(cut: Cut) -> Cut:
+    cut = cut.keep(
+        f"thinned: {CONV_KEPT:.0%} kept, by a hash of the line number",
+        (row for row in cut.rows if chance("conv", row.source_line) < CONV_KEPT),
+    )
+    return fits(cut.change(_scaled(row, CONV_INPUT_SCALE) for row in cut.rows))
+
+
+def _azure_code(cut: Cut) -> Cut:
+    low, high = CODE_BAND
+    cut = cut.keep(
+        f"prompt not of {low:,} to {high:,} tokens", (row for row in cut.rows if low <= row.input_len <= high)
+    )
+    return fits(cut.change(_scaled(row, CODE_INPUT_SCALE) for row in cut.rows))
+
+
+def _scaled(row: Row, input_scale: int) -> Row:
+    """Divide the lengths, rounding up."""
+    return replace(
+        row, input_len=-(-row.input_len // input_scale), output_len=-(-row.output_len // OUTPUT_SCALE)
+    )
+
+
+AZURE_SOURCE = """\
+- Trace: Azure LLM inference trace 2023, github.com/Azure/AzurePublicDataset at commit
+  b469a113cedca53ddc3bdea71a143dc4b7d8700c, `data/AzureLLMInferenceTrace_conv.csv` and
+  `data/AzureLLMInferenceTrace_code.csv`, of which the first 3,000 and the first 2,000 rows were read.
+- Licence: CC-BY-4.0, text in `LICENSE`. Changes were made; they are listed below.
+- Attribution: Pratyush Patel, Esha Choukse, Chaojie Zhang, Aashaka Shah, Íñigo Goiri, Saeed Maleki, Ricardo
+  Bianchini, "Splitwise: Efficient generative LLM inference using phase splitting", ISCA 2024.
+- `source_line` is the line in the published file, header included: of the conversation file for a prompt of
+  at most 1,024 tokens, of the code file for a longer one.
+"""
+
+AZURE_TRANSFORM = f"""\
+1. Window of {AZURE_SECONDS:g} s of each trace, rebased to 0 and laid over one another: {{windows}}.
+   The two traces were recorded apart; that they run together is our doing.
+2. Conversation rows: {CONV_KEPT:.0%} kept, by a hash of the line number (no prefix is recorded, so none is torn).
+3. Code rows: those with {CODE_BAND[0]:,} to {CODE_BAND[1]:,} prompt tokens kept.
+4. Prompt length divided by {CONV_INPUT_SCALE} (conversation) or {CODE_INPUT_SCALE} (code), output length by \
+{OUTPUT_SCALE} (both), rounded up.
+5. Arrival times as recorded: no stretching, no jitter.
+"""
+
+
+# Mooncake: conversations with recorded prefix sharing, one sixteenth of the size.
+
+MOONCAKE = "conversation_first2000.jsonl"
+MOONCAKE_SCALE = 16
+MOONCAKE_BLOCK = 512 // MOONCAKE_SCALE
+MOONCAKE_OUTPUT_SCALE = 3
+MOONCAKE_KEPT = 0.6
+MOONCAKE_STEP = 3.0
+MOONCAKE_SECONDS = 27.0
+# file -> (start, length), s of the trace's clock
+MOONCAKE_WINDOWS = {
+    "workload": (300.0, MOONCAKE_SECONDS),
+    "confirm": (510.0, MOONCAKE_SECONDS),
+    "history": (240.0, 60.0),
+}
+
+
+def read_mooncake(path: Path) -> Iterator[Row]:
+    """Yield the rows of a Mooncake file."""
+    with path.open(encoding="ascii") as lines:
+        for number, line in enumerate(lines, start=1):
+            row = json.loads(line)
+            yield Row(
+                row["timestamp"] / 1e3,
+                row["input_length"],
+                row["output_length"],
+                number,
+                tuple(row["hash_ids"]),
+                512,
+            )
+
+
+def mooncake(traces: Path) -> Derived:
+    """Return the conversations of Mooncake's trace, shrunk block by block."""
+    source = whole(read_mooncake(traces / "mooncake_conversation" / MOONCAKE))
+    cuts = {
+        name: {MOONCAKE: _mooncake(window(source, start, seconds))}
+        for name, (start, seconds) in MOONCAKE_WINDOWS.items()
+    }
+    return Derived(
+        name="mooncake-conv-small",
+        title="Mooncake conversations with their shared prefixes, SCALED for a CPU",
+        licence="mooncake_conversation/LICENSE-APACHE",
+        source=MOONCAKE_SOURCE,
+        transform=MOONCAKE_TRANSFORM,
+        rows={name: merged(*of.values()) for name, of in cuts.items()},
+        cuts=cuts,
+    )
+
+
+def _mooncake(cut: Cut) -> Cut:
+    cut = cut.keep("no output recorded", (row for row in cut.rows if row.output_len > 0))
+    cut = cut.keep(
+        f"thinned: {MOONCAKE_KEPT:.0%} of the prefix groups kept",
+        (row for row in cut.rows if chance("group", *row.block_ids[:2]) < MOONCAKE_KEPT),
+    )
+    cut = cut.change(
+        replace(
+            row,
+            arrival=row.arrival + MOONCAKE_STEP * chance("spread", row.source_line),
+            input_len=-(-row.input_len // MOONCAKE_SCALE),
+            output_len=-(-row.output_len // MOONCAKE_OUTPUT_SCALE),
+            block_size=MOONCAKE_BLOCK,
+        )
+        for row in cut.rows
+    )
+    return fits(cut)
+
+
+MOONCAKE_SOURCE = """\
+- Trace: Mooncake, FAST'25 release, github.com/kvcache-ai/Mooncake at commit
+  3b5a594133958449a1feaf1c9e0fc1b553e34a28, `FAST25-release/traces/conversation_trace.jsonl`, of which the first
+  2,000 lines were read.
+- Licence: Apache-2.0, text in `LICENSE`. Changes were made; they are listed below.
+- Attribution: Ruoyu Qin and others, "Mooncake: Trading more storage for less computation", FAST 2025.
+- `source_line` is the line in the published file.
+"""
+
+MOONCAKE_TRANSFORM = f"""\
+1. Window of the trace's clock, rebased to 0: {{windows}}. `history.jsonl` is what came before `workload.jsonl`
+   (on a clock of its own, from 0): its prompts are what a running server would have had in its cache.
+2. Rows without output dropped; {MOONCAKE_KEPT:.0%} of the prefix groups kept (group: the first two block ids), by a hash,
+   so that the reuse inside a group stays.
+3. Prompt length divided by {MOONCAKE_SCALE}, rounded up; block ids kept, each now {MOONCAKE_BLOCK} tokens instead of 512.
+   Output length divided by {MOONCAKE_OUTPUT_SCALE}, rounded up.
+4. The recorded clock moves in steps of 3 s, with about ten requests on each. Each row is SPREAD inside its
+   step, by a hash of its line number: as recorded, the steps would decide every tail.
+5. Rows with input + output above {MAX_MODEL_LEN:,} tokens after scaling dropped.
+"""
+
+
+# The card and the profile.
+
+
+def observe(rows: Sequence[Row], text: str) -> dict[str, object]:
+    """Return what profile.yaml says about one file."""
+    arrivals = np.array([row.arrival for row in rows])
+    span = float(arrivals[-1] - arrivals[0])
+    return {
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "rows": len(rows),
+        "span_ms": round(span * 1e3, 3),
+        "request_rate": round(len(rows) / span, 3),
+        "iod_1s": round(_dispersion(arrivals, 1.0), 2),
+        "iod_10s": round(_dispersion(arrivals, 10.0), 2),
+        "input_len": _quantiles([row.input_len for row in rows]),
+        "output_len": _quantiles([row.output_len for row in rows]),
+        "total_input": sum(row.input_len for row in rows),
+        "total_output": sum(row.output_len for row in rows),
+        "classes": {name: _class(of) for name, of in _by_class(rows).items()},
+        "ideal_prefix_hit": round(ideal_prefix_hit(rows), 4),
+    }
+
+
+def _by_class(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    return {
+        "short": [row for row in rows if row.input_len <= LONG],
+        "long": [row for row in rows if row.input_len > LONG],
+    }
+
+
+def _class(rows: Sequence[Row]) -> dict[str, object]:
+    return {
+        "rows": len(rows),
+        "input_len": _quantiles([row.input_len for row in rows]),
+        "output_len": _quantiles([row.output_len for row in rows]),
+    }
+
+
+def _quantiles(values: Sequence[int]) -> dict[str, int]:
+    names = ["max" if q == 100 else f"p{q}" for q in QUANTILES]
+    found = np.percentile(values, QUANTILES, method="inverted_cdf")
+    return dict(zip(names, map(int, found), strict=True))
+
+
+def _dispersion(arrivals: np.ndarray, bin_size: float) -> float:
+    """Return variance / mean of the arrivals per full bin: 1 for Poisson."""
+    bins = int(arrivals[-1] // bin_size)
+    counts, _ = np.histogram(arrivals, bins=bins, range=(0, bins * bin_size))
+    return float(counts.var() / counts.mean())
+
+
+def ideal_prefix_hit(rows: Sequence[Row]) -> float:
+    """Return the share of prompt tokens in leading blocks seen earlier in the file."""
+    seen: set[int] = set()
+    hit = 0
+    for row in rows:
+        known = itertools.takewhile(seen.__contains__, row.block_ids)
+        hit += min(sum(row.block_size or 0 for _ in known), row.input_len)
+        seen.update(row.block_ids)
+    return hit / sum(row.input_len for row in rows)
+
+
+def card(workload: Derived, observed: dict[str, dict[str, object]]) -> str:
+    """Return the README of a workload."""
+    lines = [
+        f"# {workload.title}",
+        "",
+        "**This is a scaled workload.** It has the form of the recorded traffic and not its size: it is meant for",
+        "the demonstration model on two CPU cores, and its numbers say nothing about anybody's production load.",
+        "Written by `python -m workloads.derive`; do not edit by hand.",
+        "",
+        "## Source",
+        "",
+        workload.source,
+        "## What was done to it",
+        "",
+        workload.transform.replace("{windows}", _windows(workload.name)),
+        "Rows by fate:",
+        "",
+        "| file | source | rows read | dropped | kept |",
+        "|---|---|---:|---|---:|",
+        *(
+            f"| `{name}.jsonl` | {source} | {cut.read:,} | {_dropped(cut)} | {len(cut.rows):,} |"
+            for name, cuts in workload.cuts.items()
+            for source, cut in cuts.items()
+        ),
+        "",
+        "## Shape",
+        "",
+        *_shape_table(observed),
+        "",
+        f"Classes split at {LONG:,} prompt tokens. IoD: variance / mean of the arrivals per bin, 1 for Poisson.",
+        "Ideal prefix hit: share of prompt tokens in leading blocks seen earlier in the file, cold start.",
+        "",
+        "## Fingerprints (SHA-256)",
+        "",
+        *(f"- `{name}.jsonl`: `{of['sha256']}`" for name, of in observed.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _windows(name: str) -> str:
+    if name.startswith("azure"):
+        return "; ".join(
+            f"`{file}.jsonl` from {conv:g} s (conversation) and {code:g} s (code)"
+            for file, (conv, code) in AZURE_WINDOWS.items()
+        )
+    return "; ".join(
+        f"`{file}.jsonl` {start:g} to {start + seconds:g} s"
+        for file, (start, seconds) in MOONCAKE_WINDOWS.items()
+    )
+
+
+def _dropped(cut: Cut) -> str:
+    return "; ".join(f"{count:,} {reason}" for reason, count in cut.dropped.items()) or "none"
+
+
+def _shape_table(observed: dict[str, dict[str, object]]) -> Iterator[str]:
+    yield "| | " + " | ".join(f"`{name}.jsonl`" for name in observed) + " |"
+    yield "|---|" + "---:|" * len(observed)
+    figures = {
+        "rows": lambda of: f"{of['rows']:,}",
+        "span, s": lambda of: f"{of['span_ms'] / 1e3:.1f}",
+        "rate, requests/s": lambda of: f"{of['request_rate']:.2f}",
+        "IoD 1 s / 10 s": lambda of: f"{of['iod_1s']:.2f} / {of['iod_10s']:.2f}",
+        "prompt tokens p5 / p50 / p90 / p99 / max": lambda of: _slashed(of["input_len"]),
+        "output tokens p5 / p50 / p90 / p99 / max": lambda of: _slashed(of["output_len"]),
+        "prompt tokens / output tokens, in all": lambda of: f"{of['total_input']:,} / {of['total_output']:,}",
+        "short / long requests": lambda of: " / ".join(f"{of['classes'][c]['rows']}" for c in ("short", "long")),
+        "long: prompt tokens": lambda of: _slashed(of["classes"]["long"]["input_len"]),
+        "long: output tokens": lambda of: _slashed(of["classes"]["long"]["output_len"]),
+        "ideal prefix hit": lambda of: f"{of['ideal_prefix_hit']:.3f}",
+    }
+    for label, figure in figures.items():
+        yield f"| {label} | " + " | ".join(figure(of) for of in observed.values()) + " |"
+
+
+def _slashed(quantiles: dict[str, int]) -> str:
+    return " / ".join(f"{value:,}" for value in quantiles.values())
+
+
+def write(workload: Derived, traces: Path) -> Path:
+    """Write a workload's folder: rows, card, licence, profile."""
+    folder = HERE / workload.name
+    folder.mkdir(exist_ok=True)
+    texts = {
+        name: "".join(f"{row.to_json()}\n" for row in rows) for name, rows in workload.rows.items()
+    }
+    observed = {name: observe(workload.rows[name], text) for name, text in texts.items()}
+    for name, text in texts.items():
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    (folder / "README.md").write_text(card(workload, observed), encoding="utf-8")
+    profile = io.StringIO()
+    YAML().dump({"name": workload.name, "scaled": True, "class_boundary": LONG, "observed": observed}, profile)
+    (folder / "profile.yaml").write_text(profile.getvalue(), encoding="utf-8")
+    shutil.copyfile(traces / workload.licence, folder / "LICENSE")
+    return folder
+
+
+def main() -> None:
+    """Write every demo workload."""
+    parser = argparse.ArgumentParser(prog="python -m workloads.derive", description=main.__doc__)
+    parser.add_argument("--traces", type=Path, required=True, help="folder with the published traces")
+    traces = parser.parse_args().traces
+    for make in (azure, mooncake):
+        print(write(make(traces), traces))
+
+
+if __name__ == "__main__":
+    main()
