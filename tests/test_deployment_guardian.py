@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from deployment_data import is_alive, marked, wait_until
+
 from tuner.deployment.family import Family
 from tuner.deployment.guardian import Guardian
 
@@ -46,7 +46,7 @@ def kill_tune(behaviour: str, directory: Path, *, when_up: bool) -> tuple[str, f
     ("behaviour", "when_up"), [("serve", True), ("escape", True), ("deaf", True), ("hang", False)]
 )
 def test_kill_9_leaves_no_server(tmp_path: Path, behaviour: str, when_up: bool) -> None:  # noqa: FBT001
-    """Within ten seconds nothing is left, whether the server was up, starting, deaf or spread over sessions."""
+    """Within ten seconds nothing is left of a server that is up, starting, deaf or in several sessions."""
     marker, died = kill_tune(behaviour, tmp_path, when_up=when_up)
 
     assert wait_until(lambda: not marked(marker), timeout=10)
@@ -102,8 +102,8 @@ def test_a_server_does_not_hold_the_pipe_open() -> None:
     with Guardian() as guardian:
         server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         try:
-            pipe = os.readlink(f"/proc/{guardian.pid}/fd/0")
-            links = {os.readlink(f"/proc/{server.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{server.pid}/fd")}
+            pipe = Path(f"/proc/{guardian.pid}/fd/0").readlink()
+            links = {path.readlink() for path in Path(f"/proc/{server.pid}/fd").iterdir()}
             assert pipe not in links
         finally:
             server.kill()
@@ -117,5 +117,3 @@ def test_the_stop_command_runs_after_tunes_death(tmp_path: Path) -> None:
         guardian.watch(family, stop_command=["touch", "stopped"], directory=str(tmp_path))
 
     assert (tmp_path / "stopped").exists()
-
-

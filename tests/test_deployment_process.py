@@ -9,12 +9,10 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
-
 from deployment_data import (
     COMMAND,
     executable,
@@ -25,17 +23,24 @@ from deployment_data import (
     marked,
     wait_until,
 )
+
 from tuner.deployment import failures, journal, ports, process
 from tuner.deployment.family import Family
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
 from tuner.serving import ServingConfig, Topology
 
 
+def get(url: str, path: str) -> int:
+    """Return the status of an answer."""
+    with urllib.request.urlopen(url + path, timeout=5) as answer:  # noqa: S310 (our own server)
+        return int(answer.status)
+
+
 def test_a_server_is_ready_when_entered_and_gone_when_left(tmp_path: Path) -> None:
     """Inside the context it answers under the url; after it neither process nor port is left."""
     with launcher().launch(little(), tmp_path) as deployment:
         (server,) = deployment.servers
-        assert urllib.request.urlopen(f"{deployment.url}/health", timeout=5).status == 200
+        assert get(deployment.url, "/health") == 200
         assert deployment.metrics_urls == (f"{deployment.url}/metrics",)
         assert marked(server.marker) == {server.pid}
         deployment.check_alive()
@@ -88,7 +93,7 @@ def test_a_crash_at_start_tells_the_cause_and_leaves_nothing(tmp_path: Path) -> 
 
 
 def test_a_hang_at_start_ends_at_the_deadline(tmp_path: Path) -> None:
-    """A server that is never ready is ended with its children, and the error is a timeout with the last lines."""
+    """A server that is never ready is ended with its children; the error shows the last lines."""
     record = tmp_path / "processes.jsonl"
     launching = launcher(start_timeout=1.0, journal=record)
     with pytest.raises(StartError) as caught, launching.launch(little("hang"), tmp_path):
@@ -121,7 +126,7 @@ def test_a_server_that_dies_is_noticed_with_its_cause(tmp_path: Path) -> None:
     """check_alive says what the log says."""
     with launcher().launch(little(), tmp_path) as deployment:
         with pytest.raises(OSError, match=r"closed|reset"):
-            urllib.request.urlopen(f"{deployment.url}/die", timeout=5)
+            get(deployment.url, "/die")
         with pytest.raises(ServerDied) as caught:
             wait_until(deployment.check_alive)
 
@@ -166,7 +171,10 @@ def test_a_fixed_port_is_not_exchanged(tmp_path: Path) -> None:
         fixed = free.port
     with launcher(port=fixed).launch(little(), tmp_path) as deployment:
         assert deployment.port == fixed
-        with pytest.raises(HostError, match=f"port {fixed} .* in use"), launcher(port=fixed).launch(little(), tmp_path):
+        with (
+            pytest.raises(HostError, match=f"port {fixed} .* in use"),
+            launcher(port=fixed).launch(little(), tmp_path),
+        ):
             pass
 
 
@@ -200,14 +208,20 @@ def test_a_port_stays_reserved_after_it_was_handed_over() -> None:
 
 def test_an_outgoing_connection_does_not_hold_a_port() -> None:
     """A port that a client's connection happens to use is not taken for a server that did not end."""
-    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_connection(there.getsockname()) as ours:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as there,
+        socket.create_connection(there.getsockname()) as ours,
+    ):
         assert ports.is_free("127.0.0.1", ours.getsockname()[1])
         assert not ports.is_free("127.0.0.1", there.getsockname()[1])
 
 
 def test_secrets_on_the_command_line_are_refused(tmp_path: Path) -> None:
     """An API key as an argument would be written to logs and results."""
-    with pytest.raises(SpecError, match="api_key"), launcher().launch(little(args={"api_key": "x"}), tmp_path):
+    with (
+        pytest.raises(SpecError, match="api_key"),
+        launcher().launch(little(args={"api_key": "x"}), tmp_path),
+    ):
         pass
 
 
@@ -228,7 +242,7 @@ def test_a_missing_program_is_the_hosts_error(tmp_path: Path) -> None:
 def test_a_container_needs_a_stop_command(tmp_path: Path) -> None:
     """Without it nothing is started."""
     config = ServingConfig(model="m", command=("sudo", "docker", "run", "--rm", "vllm/vllm-openai"))
-    with pytest.raises(SpecError, match="stop_command|container"), launcher().launch(config, tmp_path):
+    with pytest.raises(SpecError, match="starts a container"), launcher().launch(config, tmp_path):
         pass
 
     assert list(tmp_path.iterdir()) == []
@@ -259,16 +273,17 @@ def test_a_container_is_ended_by_its_stop_command(tmp_path: Path, monkeypatch: p
 
 
 def test_what_cannot_be_ended_stops_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop command that does not work leaves a listener: HostError, with the port and the command's word."""
-    docker = executable(tmp_path / "bin" / "docker", DOCKER.replace("kill $(cat", "echo cannot >&2; false $(cat"))
+    """A stop command that does not work leaves a listener: HostError, with port and reason."""
+    docker = executable(
+        tmp_path / "bin" / "docker", DOCKER.replace("kill $(cat", "echo cannot >&2; false $(cat")
+    )
     monkeypatch.setenv("PATH", first_on_path(docker.parent))
     monkeypatch.setattr(process, "PORT_PATIENCE", 0.2)
     config = ServingConfig(model="m", command=("docker", "run", *COMMAND))
-    launching = launcher(stop_command=("docker", "stop", "it"))
-    with pytest.raises(HostError, match="docker stop it: exit 1: cannot") as caught, ExitStack() as stack:
-        stack.enter_context(launching.launch(config, tmp_path))
-        pid = int((docker.parent / "pid").read_text())
-    os.kill(pid, signal.SIGKILL)
+    launching = launcher(stop_command=("docker", "stop", "it")).launch(config, tmp_path)
+    with pytest.raises(HostError, match="docker stop it: exit 1: cannot") as caught, launching:
+        pass
+    os.kill(int((docker.parent / "pid").read_text()), signal.SIGKILL)
 
     assert "listens on port" in caught.value.message
 
@@ -287,7 +302,9 @@ with launcher(stop_patience=60.0).launch(little({behaviour!r}), Path({directory!
 def run_tune(behaviour: str, directory: Path) -> subprocess.Popen[str]:
     """Start a process that deploys the little server and then waits."""
     text = SCRIPT.format(tests=str(Path(__file__).parent), behaviour=behaviour, directory=str(directory))
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_ctrl_c_twice_leaves_no_server(tmp_path: Path) -> None:
@@ -308,7 +325,7 @@ def test_ctrl_c_twice_leaves_no_server(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_run_are_ended_on_resume(tmp_path: Path) -> None:
-    """What the journal shows as started and not ended is ended, if it is still that process; nobody else is."""
+    """What the journal shows as not ended is ended, if it is still that process; nobody else is."""
     record = tmp_path / "processes.jsonl"
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     left = subprocess.Popen(sleep, env=os.environ | {"TUNE_DEPLOYMENT": "left"}, start_new_session=True)

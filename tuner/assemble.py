@@ -363,7 +363,7 @@ def _say(text: str) -> None:
 def _mirror(plan: Plan, folder: RunFolder, where: Where, uid: str) -> Any:
     if where.mlflow == "off":
         return None
-    from tuner.sinks import mlflow  # noqa: PLC0415 (two seconds and 80 MB, only when asked for)
+    from tuner.sinks import mlflow, pages  # noqa: PLC0415 (two seconds and 80 MB, only when asked for)
 
     uri, artifacts = (where.mlflow, None) if where.mlflow else mlflow.embedded(folder.path.parent)
     return mlflow.MlflowSink(
@@ -371,9 +371,9 @@ def _mirror(plan: Plan, folder: RunFolder, where: Where, uid: str) -> Any:
         artifact_root=artifacts,
         study_uid=uid,
         run_folder=folder.path,
-        workload=mlflow.WorkloadFacts.of(plan.workload),
+        workload=pages.WorkloadFacts.of(plan.workload),
         experiment=f"{Path(plan.spec.model).name} on {plan.workload.name}",
-        vllm_version=plan.vllm and plan.vllm.version,
+        vllm_version=plan.vllm.version if plan.vllm else None,
         warn=_say,
     )
 
@@ -393,7 +393,7 @@ def _closing(spec: StudySpec, results: Sequence[TrialResult], folder: RunFolder,
         lines += [_front_table(spec, results), "Next:", f"  {exported.start_line}"]
     else:
         lines += ["Next:"]
-    lines += [f"  tune show {shlex.quote(str(folder.path))}", *([f"  {mirror.open_ui_hint()}"] if mirror else [])]
+    lines += [f"  tune show {shlex.quote(str(folder.path))}", *([f"  {mirror.hint()}"] if mirror else [])]
     return "\n".join(lines) + "\n"
 
 

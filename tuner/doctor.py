@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tuner import assemble, units
 from tuner import spec as specs
 from tuner import workload as workloads
-from tuner.deployment import gpu, probe, program
+from tuner.deployment import gpu, host, probe, program
 from tuner.errors import ExitCode, HostError, TunerError
 
 LEAST_FREE_DISK = 2 << 30
+LEAST_MEMORY = 4 << 30
 BUSY_LOAD = 0.5
 
 
@@ -68,9 +67,9 @@ def _python() -> Finding:
 
 
 def _memory() -> Finding:
-    memory = psutil.virtual_memory()
-    seen = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
-    short = memory.available < 4 * 2**30
+    available, total = host.memory()
+    seen = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    short = available < LEAST_MEMORY
     return Finding("memory", seen, "a server of the smallest model needs 3 GiB: close something" if short else None,
                    ExitCode.HOST)  # fmt: skip
 
@@ -82,7 +81,7 @@ def _disk() -> Finding:
 
 
 def _load() -> Finding:
-    busy = psutil.cpu_percent(interval=1.0) / 100
+    busy = host.busy()
     seen = f"{busy:.0%} of the processors busy".replace("%", " %")
     mend = "something else is running; latencies measured beside it are not yours: stop it first"
     return Finding("quiet", seen, mend if busy > BUSY_LOAD else None, ExitCode.HOST)

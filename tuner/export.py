@@ -53,7 +53,7 @@ def pick(found: Sequence[TrialResult], spec: StudySpec, choice: str) -> TrialRes
         raise SpecError(f"no trial has both {x} and {y}", hint="choose a trial by its number: --pick 3")
     if choice in {"ttft", "itl"}:
         return front[0] if choice == "ttft" else front[-1]
-    return results.knee(front, x, y)
+    return results.knee(front, x, y) or front[0]
 
 
 def _numbered(found: Sequence[TrialResult], number: int) -> TrialResult:

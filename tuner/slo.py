@@ -135,8 +135,7 @@ def _duration(text: str, metric: str, limit: str) -> float:
         return units.parse_duration(limit)
     except ValueError:
         if re.fullmatch(r"\d+(?:\.\d*)?|\.\d+", limit):
-            shown = metric if "=" in text else text
-            raise _wrong(text, f"{limit} of what?", f"write {shown}={limit}ms or {shown}={limit}s") from None
+            raise _wrong(text, f"{limit} of what?", f"write {metric}={limit}ms or {metric}={limit}s") from None
         raise _wrong(text, f"{limit!r} is not a duration", f"write for example {metric}=500ms") from None
 
 

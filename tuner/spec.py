@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError
 
@@ -70,7 +71,7 @@ class IntRange(_Part):
     @classmethod
     def _is_range(cls, data: object) -> object:
         if not isinstance(data, Mapping | IntRange):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004 (pydantic turns a ValueError into a line of its report)
                 f"{data!r} is not a range: write {{low: 512, high: 8192, log: true}} or a list of values; "
                 "to fix a value put it under engine_args"
             )
@@ -398,10 +399,10 @@ def _concerns(override: str, dotted: str, message: str) -> bool:
 def _line(data: Any, loc: Sequence[Any]) -> int:
     line = 1
     for part in loc:
-        if isinstance(data, dict) and part in data:
+        if isinstance(data, CommentedMap) and part in data:
             line = data.lc.key(part)[0] + 1
             data = data[part]
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+        elif isinstance(data, CommentedSeq) and isinstance(part, int) and part < len(data):
             line = data.lc.item(part)[0] + 1
             data = data[part]
         else:

@@ -20,6 +20,9 @@ FIELDS = ("arrival_s", "input_len", "output_len", "block_ids", "block_size", "se
           "prompt", "model", "endpoint", "source_line")
 
 
+LATEST = 1e12  # later than any clock, and exact enough as a float
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One row: arrival in seconds from the window's start, lengths in tokens."""
@@ -99,7 +102,8 @@ def _read(file: Path) -> tuple[Request, ...]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a prompt may hold U+2028 and the like.
+        return file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{file}: cannot be read: {error}") from error
 
@@ -121,8 +125,8 @@ def _row(file: Path, number: int, line: str) -> Request:
     if blocks is not None:
         _check_blocks(where, blocks, size, input_len)
     prompt = data.get("prompt")
-    if prompt is not None and not isinstance(prompt, str | list):
-        raise SpecError(f"{where}: prompt must be text or a list of token ids")
+    if prompt is not None:
+        _check_prompt(where, prompt, input_len)
     return Request(
         arrival=arrival, input_len=input_len, output_len=output_len,
         block_ids=None if blocks is None else tuple(blocks), block_size=size,
@@ -134,7 +138,7 @@ def _row(file: Path, number: int, line: str) -> Request:
 
 def _number(where: str, data: dict[str, object], name: str) -> float:
     value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LATEST:
         raise SpecError(f"{where}: {name} must be a number of seconds, zero or more, not {json.dumps(value)}")
     return float(value)
 
@@ -144,6 +148,15 @@ def _whole(where: str, data: dict[str, object], name: str, *, least: int) -> int
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(f"{where}: {name} must be a whole number of tokens, at least {least}, not {json.dumps(value)}")
     return value
+
+
+def _check_prompt(where: str, prompt: object, input_len: int) -> None:
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+        raise SpecError(f"{where}: prompt must be text or a list of token ids")
+    if len(prompt) != input_len:
+        raise SpecError(f"{where}: the prompt has {len(prompt)} token ids, input_len says {input_len}")
 
 
 def _check_blocks(where: str, blocks: object, size: object, input_len: int) -> None:
@@ -183,7 +196,7 @@ def scale_rate(workload: Workload, factor: float, seed: int) -> Workload:
     """
     if factor == 1:
         return workload
-    if factor <= 0:
+    if not 0 < factor < np.inf:
         raise SpecError(f"--rate-scale {factor}: must be above zero", hint="0.5 halves the request rate")
     rng = np.random.default_rng(seed)
     copies, rest = divmod(factor, 1)
@@ -220,9 +233,10 @@ def _thinned(rows: Sequence[Request], share: float, rng: np.random.Generator) ->
     groups: dict[object, list[Request]] = {}
     for index, row in enumerate(rows):
         groups.setdefault(_group(row, index), []).append(row)
+    whole = list(groups.values())
     kept: list[Request] = []
-    for index in rng.permutation(len(groups)):
-        group = list(groups.values())[index]
+    for index in rng.permutation(len(whole)):
+        group = whole[index]
         if len(kept) + len(group) / 2 <= share * len(rows):
             kept += group
     return kept

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A server for the tests of deployment/: `little_server.py serve MODEL --host H --port P`.
 
 The environment variable LITTLE says how it behaves; see BEHAVIOURS at the end.
@@ -23,7 +22,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer."""
         if self.path == "/die":
-            print("(EngineCore pid=7) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", flush=True)
+            print(
+                "(EngineCore pid=7) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.",
+                flush=True,
+            )
             os._exit(1)
         self.send_response(200)
         self.end_headers()
@@ -40,7 +42,9 @@ def serve() -> None:
 def crash() -> None:
     """End at once, as vLLM does: the cause first, another error last."""
     print("(Worker pid=9) ERROR 11-29 20:41:34 [worker.py:9] ValueError: the cause", flush=True)
-    print("(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+    print(
+        "(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above.", flush=True
+    )
     sys.exit(1)
 
 

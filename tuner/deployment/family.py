@@ -57,6 +57,10 @@ class Family:
         self._known |= {alive[pid] for pid in found}
         return [process for pid in sorted(found) if not _has_ended(process := alive[pid])]
 
+    def identities(self) -> list[tuple[int, float]]:
+        """Return process id and start time of each member, for somebody else to remember."""
+        return [(member.pid, born) for member in self.members() if (born := _create_time(member)) > 0]
+
     def _has(self, process: psutil.Process) -> bool:
         if process in self._known:
             return True

@@ -1,8 +1,8 @@
 """Ask the installed vLLM, once per study: its version, its flags, and what it makes of some command lines.
 
 A `vllm` that is a Python script is asked in full: its own Python runs inside_vllm/probe_vllm.py. Anything
-else (a container, a wrapper, another program with vLLM's flags) is asked by `--version` and `--help=all`; then
-no command line is judged before it is started.
+else (a container, a wrapper, another program with vLLM's flags) is asked by `--version` and `--help=all`;
+then no command line is judged before it is started.
 """
 
 import difflib
@@ -28,7 +28,7 @@ NOTHING: Mapping[str, str] = {}
 
 _FLAG = re.compile(r"^  (?:-\w+(?: [^,\s]+)?, )?(?P<flags>--[a-z].*)$")
 _CHOICES = re.compile(r" \{([^{}]*)\}")
-_DEFAULT = re.compile(r"\(default: ([^()]*)\)")
+_DEFAULT = re.compile(r"\(default:\s+([^()]*)\)")
 _VERSION = re.compile(r"\d+\.\d+[\w.+]*")
 
 
@@ -182,7 +182,7 @@ def read_help(text: str) -> list[Flag]:
         if (match := _FLAG.match(line)) is not None:
             blocks.append(match["flags"])
         elif blocks:
-            blocks[-1] += f" {line.strip()}" if line.startswith("   ") else "\n"
+            blocks[-1] += f"  {line.strip()}" if line.startswith("   ") else "\n"
     flags = [_read_flag(block.partition("\n")[0]) for block in blocks]
     return [flag for flag in flags if flag.name != "help"]
 

@@ -155,7 +155,7 @@ class LocalLauncher:
         if config.topology.n_servers != 1:
             raise SpecError(f"topology {config.topology}: needs a group of servers, not one")
         for name, variable in SECRET_ARGUMENTS.items():
-            if name in config.args:
+            if name in config.for_role(Role.ANY):
                 raise SpecError(
                     f"{name}: a secret does not belong on a command line, which ends up in logs and results",
                     hint=f"leave it out and export {variable} instead",
@@ -208,7 +208,7 @@ class LocalLauncher:
             server = _describe(family, host, reservation.port, log, argv)
             self._write_down(server)
             self._await_ready(server, family)
-            guardian.watch(family, members=[(p.pid, p.create_time()) for p in family.members()])
+            guardian.watch(family, members=family.identities())
             yield server
 
     @property
@@ -309,9 +309,9 @@ class Stopping:
         return tuple(left)
 
     def _run_stop_command(self) -> str | None:
-        if not self.stop_command or self.process is None:
+        if not self.stop_command:
             return None
-        was_running = exit_code(self.process.pid) is None
+        was_running = self.process is not None and exit_code(self.process.pid) is None
         complaint = run_stop_command(list(self.stop_command), self.patience)
         # A container that ended by itself cannot be stopped once more.
         return f"{shlex.join(self.stop_command)}: {complaint}" if complaint and was_running else None

@@ -429,7 +429,7 @@ def _stream_notes(records: Records) -> Iterator[str]:
         )
     between = metrics.gaps(records, records.chunk_tokens).length
     if len(between) and (share := float((between == 0).mean())) > SAME_READ:
-        yield f"{share:.0%} of the chunks arrived in one read with the chunk before: itl_p50 is too low"
+        yield f"{share:.0%} of the chunks arrived in one read with the chunk before: those gaps are zero"
     if np.isnan(records.completion_tokens[records.is_completed]).any():
         yield "the server reports no usage: output lengths could not be checked"
 
@@ -438,6 +438,6 @@ def _failure_notes(tape: client.Tape, *, enough_files: bool) -> Iterator[str]:
     kinds, counts = np.unique([error for error in tape.error if error], return_counts=True)
     for kind, n in zip(kinds, counts, strict=True):
         said = tape.messages.get(str(kind))
-        yield f"{n} requests failed: {kind}" + (f": {said}" if said else "")
+        yield f"{n} of {len(tape.due)} requests failed: {kind}" + (f": {said}" if said else "")
     if not enough_files:
         yield f"fewer than {len(tape.due)} files may be open at once (ulimit -n)"

@@ -59,7 +59,8 @@ def warm_prefixes(workload: Workload, capacity: int | None = None) -> tuple[Requ
     """
     known = {block for row in workload.requests for block in row.block_ids or ()}
     prefixes: dict[tuple[int, ...], Request] = {}
-    for row in sorted(workload.history, key=lambda row: row.arrival):
+    # A history row's arrival counts backwards from the window's start.
+    for row in sorted(workload.history, key=lambda row: -row.arrival):
         blocks = _leading(row, known)
         if blocks:
             prefixes.pop(blocks, None)

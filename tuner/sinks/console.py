@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -39,7 +39,7 @@ REFRESHES_PER_SECOND = 1.0  # the load generator shares this host
 LAST_TRIALS = 6
 
 
-class Quiet(io.TextIOBase, TextIO):
+class Quiet(io.TextIOBase):
     """A text stream that forgets what it can no longer write."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -92,7 +92,9 @@ class ConsoleSink:
     """Shows a study while it runs; `study_ended` or `close` gives the terminal back."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._console = Console(file=Quiet(stream or sys.stderr), highlight=False, soft_wrap=False)
+        self._console = Console(
+            file=cast("TextIO", Quiet(stream or sys.stderr)), highlight=False, soft_wrap=False
+        )
         self._live: Live | None = None
         self._spec: StudySpec | None = None
         self._results: Sequence[TrialResult] = ()

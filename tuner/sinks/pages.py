@@ -55,15 +55,15 @@ SHORT_NAMES = {
     "long_prefill_token_threshold": "l",
     "max_num_seqs": "s",
 }
-SHAPE = (
-    "requests",
-    "span_s",
-    "request_rate",
-    "input_len_p50",
-    "input_len_p95",
-    "output_len_p50",
-    "output_len_p95",
-)
+SHAPE = {
+    "requests": "requests",
+    "span_s": "seconds",
+    "request_rate": "requests per second",
+    "input_len_p50": "prompt tokens p50",
+    "input_len_p95": "prompt tokens p95",
+    "output_len_p50": "output tokens p50",
+    "output_len_p95": "output tokens p95",
+}
 COLUMNS = (("arrival_s", "double"), ("input_len", "long"), ("output_len", "long"))
 MOST_VARIED = 6
 
@@ -291,7 +291,7 @@ def _is_point(result: TrialResult, x: str, y: str) -> bool:
 
 
 def _corner(spec: StudySpec, so_far: Sequence[TrialResult]) -> tuple[float, float] | None:
-    """Logs of the point from which the front's area counts: the SLO's limit, else twice the first measured."""
+    """Logs of the point from which the front's area counts: SLO limits, else twice the first measured."""
     x, y = spec.objective_metrics
     first = next((r for r in so_far if _is_point(r, x, y)), None)
     if first is None:
@@ -315,17 +315,24 @@ def dataset(workload: WorkloadFacts) -> dict[str, str]:
 
 
 def table(spec: StudySpec, results: Sequence[TrialResult]) -> dict[str, Any]:
-    """Return the trials in the split form that MLflow's UI shows as a table; durations in milliseconds."""
+    """Return the trials in the split form that MLflow's UI shows as a table.
+
+    Names of columns have no dot: the UI takes them for paths and shows nothing.
+    """
     names = spec.objective_metrics
-    columns = ["trial", "marks", "configuration", *(units.outside_key(name) for name in names)]
-    columns += [*(describe_slo(slo) for slo in limits(spec, results)), "failure"]
+    units_of = [" (ms)" if units.is_duration(name) else "" for name in names]
+    columns = [
+        "trial",
+        "marks",
+        *(f"{metric_name(n)}{unit}" for n, unit in zip(names, units_of, strict=True)),
+    ]
+    columns += [*(f"SLO {slo.metric}" for slo in spec.slo), "differs from the default by", "failure"]
     rows = []
     for row in trial_table(spec, results):
         values = [_rounded(name, value) for name, value in zip(names, (row.x, row.y), strict=True)]
-        rows.append(
-            [row.number, ", ".join(row.marks), row.configuration, *values, *row.slo, row.failure or ""]
-        )
-    return {"columns": columns, "data": rows}
+        marks = ", ".join(row.marks)
+        rows.append([row.number, marks, *values, *row.slo, row.configuration, row.failure or ""])
+    return {"columns": [column.replace(".", " ") for column in columns], "data": rows}
 
 
 def _rounded(name: str, value: float | None) -> float | None:
@@ -383,9 +390,11 @@ def _note_row(spec: StudySpec, name: str, result: TrialResult, default: TrialRes
 
 def experiment_note(spec: StudySpec, workload: WorkloadFacts, review: str) -> str:
     """Return the experiment's description: what is served on which traffic, and where to look."""
-    shape = ", ".join(f"{name} {workload.shape[name]:g}" for name in SHAPE if name in workload.shape)
-    traffic = f"recorded workload **{markdown(workload.name)}**" + (f" ({markdown(shape)})" if shape else "")
-    return f"{markdown(spec.model)} on the {traffic}.\n\n[Pareto review of {markdown(spec.name)}]({review})\n"
+    traffic = f"{markdown(spec.model)} on recorded traffic, **{markdown(workload.name)}**"
+    shape = [
+        f"{words} {workload.shape[name]:,.4g}" for name, words in SHAPE.items() if name in workload.shape
+    ]
+    return f"{traffic}. [Pareto review of {markdown(spec.name)}]({review})\n\n{markdown(', '.join(shape))}\n"
 
 
 def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str:
@@ -405,17 +414,10 @@ def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str
             *(f"params.`{name}`" for name in varied),
             *(f"metrics.`{name}`" for name in (x, y)),
             *(f"tags.`tune.{name}`" for name in shown),
-            "attributes.`Duration`",
         ],
         "compareRunCharts": _charts(x, y, varied),
         "compareRunSections": [
-            {
-                "uuid": "tune",
-                "name": "TTFT against ITL",
-                "display": True,
-                "isReordered": True,
-                "deleted": False,
-            }
+            {"uuid": "tune", "name": "TTFT against ITL", "display": True, "isReordered": True, "columns": 2}
         ],
         "isAccordionReordered": True,
         "hideEmptyCharts": True,
@@ -434,7 +436,7 @@ def _varied(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
     by_name: dict[str, set[str]] = {}
     for own in params_of_all(results).values():
         for name, value in own.items():
-            by_name.setdefault(name, set()).add(value)
+            by_name.setdefault(name, set()).update({value} - {NOT_GIVEN})
     first = [key(name) for name in ("topology", *spec.search_space) if len(by_name.get(key(name), ())) > 1]
     rest = [name for name, values in by_name.items() if len(values) > 1 and name not in {*first, "pd_ratio"}]
     return [*first, *rest][:MOST_VARIED]
@@ -464,13 +466,14 @@ def open_ui_hint(tracking_uri: str, url: str | None) -> str:
     """Return what to type to open the UI on this store, and the address to look at."""
     if tracking_uri.startswith("http"):
         return url or without_secret(tracking_uri)
-    lines = [] if _has_ui() else ["pip install 'vllm-slo-tuner[ui]'"]
+    lines = [] if has_ui() else ["pip install 'vllm-slo-tuner[ui]'"]
     command = f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}"
     lines.append(f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {command}")  # without it: 11 processes, 2.6 GB
     return "\n".join(lines + ([url] if url else []))
 
 
-def _has_ui() -> bool:
+def has_ui() -> bool:
+    """Return whether the full MLflow, with its UI, is installed here."""
     try:
         return bool(metadata.version("mlflow"))
     except metadata.PackageNotFoundError:

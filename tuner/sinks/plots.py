@@ -127,8 +127,7 @@ def _words(
 ) -> list[str]:
     marks = [result.label] if result.label else []
     lines = [f"trial {result.number}" + "".join(f" ({mark})" for mark in marks)]
-    for key in keys:
-        lines.append(f"{metric_name(key)}: {slos.describe(key, result.metrics[key])}{_spread(result, key)}")
+    lines += [f"{metric_name(k)}: {slos.describe(k, result.metrics[k])}{_spread(result, k)}" for k in keys]
     lines += [f"{slo.metric} {slo_state(slo, result)}" for slo in limits]
     lines += [f"differs by: {configuration_of(changed)}"] if result.label != "default" else []
     lines += [f"{name}: {value}" for name, value in flat(result.config).items() if name not in changed]
@@ -164,7 +163,7 @@ def _axis(key: str, values: Sequence[float], limits: Sequence[Slo]) -> Axis:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return three to eight round numbers between two positive ones, for a logarithmic axis."""
+    """Return a few round numbers between two positive ones, for a logarithmic axis."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
         found = [
@@ -172,7 +171,7 @@ def ticks(low: float, high: float) -> list[float]:
         ]
         if len(found) >= 3:
             return found
-    step = _round_step((high - low) / 4)
+    step = _round_step((high - low) / 6)
     return [step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
@@ -244,7 +243,8 @@ def figure(
         drawn.add_trace(_trace(series, labelled=len(seen.points) <= MOST_LABELS))
     _draw_limits(drawn, seen)
     for axis, update in ((seen.x, drawn.update_xaxes), (seen.y, drawn.update_yaxes)):
-        update(title_text=html.escape(axis.title), type="log", range=[math.log10(axis.low), math.log10(axis.high)],
+        update(title_text=html.escape(axis.title),
+               type="log", range=[math.log10(axis.low), math.log10(axis.high)],
                tickvals=axis.ticks, ticktext=[f"{tick:,g}" for tick in axis.ticks],
                gridcolor="#ececec", linecolor="#555", ticks="outside", zeroline=False)  # fmt: skip
     if not seen.points:
@@ -256,8 +256,9 @@ def figure(
         "subtitle": {"text": _wrapped(_caption(subtitle, seen))},
         "x": 0.02,
     }
-    drawn.update_layout(template="plotly_white", title=heading, margin={"t": 110, "r": 20, "b": 60, "l": 70},
-                        legend={"orientation": "h", "y": -0.14, "x": 0}, hoverlabel={"align": "left"})  # fmt: skip
+    drawn.update_layout(template="plotly_white", title=heading, margin={"t": 125, "r": 20, "b": 60, "l": 70},
+                        legend={"orientation": "h", "y": -0.14, "x": 0},
+                        hoverlabel={"align": "left"})  # fmt: skip
     return drawn
 
 
@@ -314,8 +315,8 @@ def _caption(subtitle: str, seen: Picture) -> str:
     return plain(f"{subtitle} {off}")
 
 
-def _wrapped(text: str, width: int = 130) -> str:
-    return "<br>".join(html.escape(line) for line in _lines(text, width)[:3])
+def _wrapped(text: str, width: int = 78) -> str:
+    return "<br>".join(html.escape(line) for line in _lines(text, width)[:4])
 
 
 def _lines(text: str, width: int) -> list[str]:
@@ -357,7 +358,8 @@ def _paint(axes: Axes, seen: Picture) -> None:
         face = series.colour if series.is_filled else "none"
         edge = "#333333" if series.is_filled else series.colour
         axes.scatter([p.x for p in series.points], [p.y for p in series.points], label=series.name, zorder=3,
-                     marker=series.matplotlib_symbol, s=series.size**2 * 0.55, facecolors=face, edgecolors=edge,
+                     marker=series.matplotlib_symbol, s=series.size**2 * 0.55,
+                     facecolors=face, edgecolors=edge,
                      linewidths=1)  # fmt: skip
     if len(seen.points) <= MOST_LABELS:
         for point in seen.points:

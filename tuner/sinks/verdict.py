@@ -113,7 +113,8 @@ def _met(spec: StudySpec, own: Sequence[TrialResult], best: TrialResult) -> str:
     if spec.slo:
         count = f"SLO met by {len(feasible(own))} of {_trials(_counted(own))}."
     else:
-        count = f"Pareto front of {_many(len(front(own, x, y)), 'configuration')} out of {_many(len(feasible(own)), 'trial')} measured."
+        n_front, n_measured = len(front(own, x, y)), len(feasible(own))
+        count = f"Pareto front of {_many(n_front, 'configuration')} out of {n_measured} measured."
     name = "the default itself" if best is default else configuration(best, default)
     return f"{count} Best: trial {best.number} ({name}): {_numbers(spec, best, default)}"
 
@@ -173,8 +174,8 @@ def _not_measurable(spec: StudySpec, measured: Sequence[TrialResult]) -> list[st
             )
         elif without:
             lines.append(
-                f"{slo.metric} could not be measured in {without} of {_many(len(measured), 'trial')}, which counts as "
-                "missed: failed requests reach into it, or there was nothing of its kind to measure."
+                f"{slo.metric} could not be measured in {without} of {_many(len(measured), 'trial')}, which "
+                "counts as missed: failed requests reach into it, or there was nothing of its kind."
             )
     return lines
 

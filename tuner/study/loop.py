@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import optuna
-from optuna.trial import TrialState
+from optuna.trial import BaseTrial, TrialState
 
 from tuner.errors import FailureKind, HostError, Interrupted, SpecError, TrialError
 from tuner.results import Failure, TrialResult, combine
@@ -148,7 +148,7 @@ class Study:
             return
         self._finish(self._measure(trial.number, dict(trial.params), config, label))
 
-    def _config(self, trial: optuna.Trial, label: str) -> ServingConfig:
+    def _config(self, trial: BaseTrial, label: str) -> ServingConfig:
         fixed = space.default_config(self.spec) if label == DEFAULT else self.baseline if label == BASELINE else None
         if fixed is None:
             topology, values = space.suggest(trial, self.spec)

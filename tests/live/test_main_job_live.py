@@ -1,0 +1,230 @@
+"""The main job on a real vLLM: study, mirror, export, serve; and what is left when tune is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.test_cli import servers_of, wait_for
+from tuner.deployment.process import LocalLauncher
+from tuner.results import TrialResult
+from tuner.serving import ServingConfig
+from tuner.sinks.runfolder import RunFolder
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+REPO = Path(__file__).resolve().parents[2]
+SECONDS = 8.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the first seconds of a shipped workload."""
+    found = tmp_path_factory.mktemp("main-job")
+    lines = (REPO / "workloads/azure-conv-2023-small/workload.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["arrival_s"] < SECONDS]
+    (found / "window.jsonl").write_text("\n".join(kept) + "\n")
+    return found
+
+
+def tune(folder: Path, vllm: str, *words: str) -> list[str]:
+    """Return the command of a short study on the quick start's model."""
+    return [
+        sys.executable, "-m", "tuner", "run", str(REPO / "studies/cpu-quickstart.yaml"),
+        "--set", f"vllm.command={vllm} serve", "--workload", str(folder / "window.jsonl"),
+        "--set", "workload.warm_up=1s", "--runs", str(folder / "runs"), *words,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def study(
+    folder: Path, vllm: str
+) -> Iterator[tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]]]:
+    """A study of three trials: the default, and two that the sampler chose."""
+    words = ["--trials", "3", "--name", "live", "--slo", "itl_p99=0.9x", "--slo", "ttft_p50.long=20x"]
+    done = subprocess.run(
+        tune(folder, vllm, *words), capture_output=True, text=True, timeout=600, check=False
+    )
+    yield done, folder / "runs" / "live", RunFolder(folder / "runs" / "live").read_all()
+    assert servers_of(folder) == []
+
+
+def test_a_study_measures_the_default_and_what_the_sampler_chose(
+    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]],
+) -> None:
+    """Three real trials; the values vLLM chose for its default are read back; tokens are token-true."""
+    done, _, results = study
+
+    assert done.returncode in {0, 3}, done.stderr
+    measured = [r for r in results if r.is_measured and r.same_as is None]
+    assert len(measured) == 3
+    assert results[0].label == "default"
+    assert "max_num_batched_tokens" not in results[0].config.args
+    assert results[0].effective["max_num_batched_tokens"] == 2048
+    assert results[0].vllm_version is not None
+    for result in measured:
+        assert result.metrics["n_completed"] == result.metrics["n_offered"]
+        assert result.metrics["tokens_per_chunk_mean"] >= 1
+
+
+def test_the_servers_own_counters_agree_with_what_was_sent(
+    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]], folder: Path
+) -> None:
+    """vLLM's token counters over the window equal the workload's: warm-up leaks into nothing."""
+    rows = [json.loads(line) for line in (folder / "window.jsonl").read_text().splitlines()]
+    counters = study[2][0].repeats[0].counters
+
+    assert counters["prompt_tokens"] == sum(row["input_len"] for row in rows)
+    assert counters["generation_tokens"] == sum(row["output_len"] for row in rows)
+    assert counters["prefix_cache_hit_tokens"] == 0
+
+
+def test_the_client_agrees_with_vllms_own_histogram(
+    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]],
+) -> None:
+    """Mean TTFT by vLLM's own clock is the client's within the client's path: a few ms and some percent."""
+    counters = json.loads((study[1] / "trials/0000/repeat-1/counters.json").read_text())
+    theirs = (
+        counters["vllm:time_to_first_token_seconds_sum"] / counters["vllm:time_to_first_token_seconds_count"]
+    )
+    ours = study[2][0].metrics["ttft_mean"]
+
+    assert 0 <= ours - theirs < 0.02 + 0.15 * theirs
+
+
+def test_the_study_is_mirrored_with_its_front(
+    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]],
+) -> None:
+    """One parent, a child a trial, the front as HTML, PNG and table on the parent."""
+    code = """
+import sys
+from mlflow import MlflowClient
+client = MlflowClient(tracking_uri=f"sqlite:///{sys.argv[1]}")
+runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+parents = [r for r in runs if r.data.tags["tune.kind"] == "study"]
+children = [r for r in runs if r.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
+print(len(parents), len(children), *sorted(a.path for a in client.list_artifacts(parents[0].info.run_id, "pareto")))
+print(all("ttft_p99_ms" in r.data.metrics and "max_num_batched_tokens" in r.data.params for r in children))
+"""
+    command = [sys.executable, "-c", code, str(study[1].parent / "mlflow.db")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+
+    own = [r for r in study[2] if r.same_as is None]
+    n_children = said[0].split()[1]
+    assert said[0].split()[0] == "1"
+    assert int(n_children) >= len(own)
+    assert {"pareto/pareto.html", "pareto/pareto.png"} <= set(said[0].split()[2:])
+    assert said[1] == "True"
+
+
+def test_the_export_starts_a_real_server_that_answers(
+    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]], folder: Path, vllm: str
+) -> None:
+    """`vllm serve --config best/serve.yaml` with its environment serves a completion."""
+    best = study[1] / "best"
+    assert (best / "serve.yaml").is_file()
+    command = (
+        "sh",
+        "-c",
+        f'set -a; . "{best}/serve.env"; exec "{vllm}" serve --config "{best}/serve.yaml" "$@"',
+        "sh",
+    )
+    config = ServingConfig("", command=command)
+    wrapped = _WithoutModel(config)
+
+    with LocalLauncher().launch(wrapped, folder / "export") as deployment:
+        with urllib.request.urlopen(f"{deployment.url}/v1/models", timeout=10) as response:
+            model = json.load(response)["data"][0]["id"]
+        body = json.dumps(
+            {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 4, "ignore_eos": True}
+        ).encode()
+        request = urllib.request.Request(
+            f"{deployment.url}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def _WithoutModel(config: ServingConfig) -> ServingConfig:  # noqa: N802
+    return config
+
+
+def test_kill_minus_9_in_mid_replay_leaves_no_server_and_the_run_resumes(folder: Path, vllm: str) -> None:
+    """No server of ours is alive 10 s after tune was killed; the same run then goes on to its end."""
+    words = tune(folder, vllm, "--trials", "1", "--name", "killed", "--mlflow", "off", "--slo", "ttft=60s")
+    running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    for line in running.stderr:
+        if "replay 1 of 1" in line:
+            break
+    time.sleep(2.0)
+    assert servers_of(folder)
+    os.kill(running.pid, signal.SIGKILL)
+    wait_for(lambda: not servers_of(folder), 10)
+    running.communicate()
+
+    command = [
+        sys.executable,
+        "-m",
+        "tuner",
+        "run",
+        "--resume",
+        str(folder / "runs/killed"),
+        "--mlflow",
+        "off",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    results = RunFolder(folder / "runs/killed").read_all()
+    assert done.returncode == 0, done.stderr
+    assert [r.label for r in results if r.is_measured] == ["default"]
+    assert not [p for p in psutil.process_iter() if p.pid in servers_of(folder)]
+
+
+def test_a_newer_vllm_is_probed_and_measured(folder: Path, vllm_next: str) -> None:
+    """One live trial on 0.32: the same study, the same workload, another version recorded."""
+    words = tune(folder, vllm_next, "--trials", "1", "--name", "next", "--mlflow", "off", "--slo", "ttft=60s")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+
+    results = RunFolder(folder / "runs/next").read_all()
+    assert done.returncode == 0, done.stderr
+    assert results[0].is_measured
+    assert str(results[0].vllm_version).startswith("0.32")
+    assert servers_of(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--set", "engine_args.no_such_flag=1"], 2, "has no such argument"),
+        (["--set", "engine_args.scheduling_policy=lifo"], 2, "vLLM 0.26.0 refuses it"),
+        (["--set", "model=/no/such/model"], 2, "/no/such/model"),
+        (["--set", "engine_args.max_model_len=1024"], 2, "rows are too long"),
+        (["--gpus", "0"], 4, "build for CPUs"),
+    ],
+)
+def test_what_a_real_vllm_refuses_is_one_clear_line(
+    folder: Path, vllm: str, words: list[str], code: int, message: str
+) -> None:
+    """Before any server starts, with the right exit code, and nothing left behind."""
+    done = subprocess.run(
+        tune(folder, vllm, "--name", "refused", *words),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "runs" / "refused").exists()

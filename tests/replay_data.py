@@ -1,0 +1,125 @@
+"""Small records, workloads and servers for tests."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tuner.metrics import Records
+from tuner.workload import Request, Workload
+
+FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
+VOCAB_SIZE = 1024
+
+
+@dataclass
+class Row:
+    """One request as a test writes it: when its chunks came and how many tokens they had."""
+
+    chunks: Sequence[float] = ()
+    tokens: Sequence[float] | None = None
+    due: float = 0.0
+    sent: float | None = None
+    error: str = ""
+    input_len: int = 10
+    output_len: int | None = None
+    usage: bool = True
+
+
+def records(*rows: Row) -> Records:
+    """Return records of these requests; a chunk has one token unless the row says otherwise."""
+    tokens = [list(row.tokens) if row.tokens is not None else [1.0] * len(row.chunks) for row in rows]
+    made = [sum(t) for t in tokens]
+    lens = [
+        row.output_len if row.output_len is not None else int(np.nan_to_num(n))
+        for row, n in zip(rows, made, strict=True)
+    ]
+    return Records(
+        due=np.array([row.due for row in rows], dtype=float),
+        sent=np.array([row.due if row.sent is None else row.sent for row in rows], dtype=float),
+        ended=np.array([max(row.chunks, default=row.due) for row in rows], dtype=float),
+        input_len=np.array([row.input_len for row in rows], dtype=np.int64),
+        output_len=np.array(lens, dtype=np.int64),
+        prompt_tokens=np.array([row.input_len if row.usage else np.nan for row in rows], dtype=float),
+        completion_tokens=np.array(
+            [n if row.usage else np.nan for row, n in zip(rows, made, strict=True)], dtype=float
+        ),
+        error=np.array([row.error for row in rows], dtype=np.str_),
+        chunk_time=np.array([t for row in rows for t in row.chunks], dtype=float),
+        chunk_tokens=np.array([t for ts in tokens for t in ts], dtype=float),
+        chunk_start=np.concatenate([[0], np.cumsum([len(row.chunks) for row in rows])]).astype(np.int64),
+    )
+
+
+def workload(*rows: Request, history: Sequence[Request] = ()) -> Workload:
+    """Return a workload of these rows."""
+    return Workload("test", tuple(rows), "0" * 64, history=tuple(history))
+
+
+def evenly(count: int, gap: float, *, input_len: int = 40, output_len: int = 5) -> Workload:
+    """Return rows of one shape, `gap` seconds apart."""
+    return workload(*(Request(i * gap, input_len, output_len) for i in range(count)))
+
+
+@dataclass(frozen=True)
+class FakeServer:
+    """A running fake_vllm.py."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return what it noted about each finished request, in order of arrival."""
+        entries = [json.loads(line) for line in self.log_path.read_text().splitlines()]
+        return sorted(entries, key=lambda entry: entry["request"])
+
+
+@contextmanager
+def serving(directory: Path, behaviour: dict[str, Any] | None = None, *flags: str) -> Iterator[FakeServer]:
+    """Run a fake server until the block is left."""
+    port = free_port()
+    log_path = directory / "fake.jsonl"
+    environment = os.environ | {
+        "FAKE_VLLM": json.dumps({"log": str(log_path), "start_delay": 0, **(behaviour or {})})
+    }
+    command = [sys.executable, str(FAKE_VLLM), "serve", "m", "--port", str(port), *flags]
+    with (directory / "server.log").open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        yield FakeServer(f"http://127.0.0.1:{port}", process, log_path)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], timeout: float = 20) -> None:
+    """Wait until a server says 200."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=1):  # noqa: S310 (our own http URL)
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.02)
+    raise AssertionError(f"no answer from {url}")

@@ -1,0 +1,163 @@
+"""The picture of a study: what is on it, in both forms."""
+
+import io
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+from study_data import X, Y, budgets, config, failed, study, trial
+
+from tuner.results import TrialResult
+from tuner.sinks import plots
+from tuner.sinks.verdict import limits
+
+LIMITS = limits(study(), budgets())
+POSITIVE = st.floats(1e-6, 1e3)
+
+
+def traces(results: Sequence[TrialResult]) -> dict[str, list[str]]:
+    """The first line of each point's hover text, by legend entry."""
+    drawn = json.loads(plots.figure(results, X, Y, LIMITS, title="t").to_json())["data"]
+    return {t["name"]: [text.split("<br>")[0] for text in t["hovertext"]] for t in drawn if "hovertext" in t}
+
+
+def test_every_measured_trial_is_a_point_and_nothing_else_is() -> None:
+    """Failed trials and repeats of a point stay out; the default and the baseline have symbols of their own."""
+    assert traces(budgets()) == {
+        "misses the SLO": ["trial 2", "trial 3", "trial 6", "trial 8"],
+        "meets the SLO": ["trial 4"],
+        "default, misses the SLO": ["trial 0 (default)"],
+        "baseline, misses the SLO": ["trial 1 (baseline)"],
+        "recommended": ["trial 4"],
+    }
+
+
+def test_hover_text_tells_the_configuration() -> None:
+    """A reader who points at trial 8 sees what was changed, both numbers, their spread and the SLOs."""
+    point = next(p for p in plots.picture(budgets(), X, Y, LIMITS).points if p.number == 8)
+
+    assert point.words[:5] == (
+        "trial 8",
+        "TTFT p50 long: 618 ms (2 repeats: 606 ms to 618 ms)",
+        "ITL p99: 112 ms (2 repeats: 110 ms to 112 ms)",
+        "ttft_p50.long missed by 3.0 %",
+        "itl_p99 met",
+    )
+    assert "differs by: long_prefill_token_threshold 256" in point.words
+
+
+def test_axes_are_in_milliseconds_with_readable_names() -> None:
+    """The axes say what they show, and carry the SLOs' limits."""
+    seen = plots.picture(budgets(), X, Y, LIMITS)
+
+    assert (seen.x.title, seen.y.title) == ("TTFT p50, long prompts (ms)", "ITL p99 (ms)")
+    assert (seen.x.limit, seen.y.limit) == (600.0, pytest.approx(132.66))
+    assert seen.off_axes == ()
+
+
+def test_an_slo_on_another_metric_is_named_in_words() -> None:
+    """A limit that has no place on the axes is not forgotten."""
+    asked = limits(study(slo=("ttft_p95=1s", "attainment=0.99")), budgets())
+    seen = plots.picture(budgets(), X, Y, asked)
+
+    assert seen.x.limit is None
+    assert seen.off_axes == ("ttft_p95=1s", "attainment=0.99")
+
+
+def test_the_front_is_the_line() -> None:
+    """The line goes through the front's points in order of TTFT."""
+    seen = plots.picture(budgets(), X, Y, LIMITS)
+
+    assert [round(x) for x, _ in seen.front] == [471, 490, 512, 589, 709]
+
+
+def test_without_slos_no_trial_is_called_a_miss() -> None:
+    """No promise, no verdict in the legend."""
+    drawn = plots.figure([trial(0, label="default"), trial(1, 2, 0.5)], X, Y, (), title="t")
+
+    assert [t.name for t in drawn.data] == ["Pareto front", "measured", "default", "recommended"]
+
+
+class Loads(HTMLParser):
+    """Collects what a page asks a network for, and its inline scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [v for k, v in attrs if k in {"src", "href"} and v and not v.startswith("data:")]
+
+
+def test_the_page_opens_offline_and_outside_names_stay_text() -> None:
+    """Plotly comes with the page, nothing is fetched, and a name cannot close a script or start a tag."""
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    results = [*budgets(), trial(9, 0.5, 0.2, args={"model_impl": evil})]
+    page = plots.figure_html(results, X, Y, LIMITS, title=evil, subtitle=evil)
+    parsed = Loads()
+    parsed.feed(page)
+
+    assert parsed.addresses == []
+    assert "img" not in parsed.tags
+    assert "alert(1)</script>" not in page
+    assert len(page) > 1_000_000, "plotly itself is inside"
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [],
+        [failed(0)],
+        [trial(0, label="default")],
+        budgets(),
+        [trial(n, 1 + n / 9, 2 - n / 99) for n in range(60)],
+    ],
+    ids=["none", "only failed", "one", "several", "sixty"],
+)
+def test_any_number_of_points_can_be_drawn(results: list[TrialResult]) -> None:
+    """Zero, one or many points give a page and a picture."""
+    page = plots.figure_html(results, X, Y, LIMITS, title="$x$ & co", subtitle="s")
+    png = plots.figure_png(results, X, Y, LIMITS, title="$x$ & co", subtitle="s")
+
+    assert "</html>" in page
+    height, width = imread(io.BytesIO(png)).shape[:2]
+    assert (width, height) == (1235, 806)
+
+
+def test_the_empty_picture_says_so() -> None:
+    """Nothing measured is a sentence, not an empty frame."""
+    page = plots.figure_html([failed(0)], X, Y, LIMITS, title="t")
+
+    assert "no trial measured yet" in page
+
+
+@given(POSITIVE, POSITIVE)
+def test_ticks_are_few_round_and_inside(a: float, b: float) -> None:
+    """Between any two numbers there are labels to read, and none outside."""
+    low, high = sorted((a, b))
+    high = max(high, low * 1.5)
+    found = plots.ticks(low, high)
+
+    assert 2 <= len(found) <= 30
+    assert all(low * 0.999 <= tick <= high * 1.001 for tick in found)
+    assert all(re.fullmatch(r"[\d.,e+-]+", f"{tick:,g}") for tick in found)
+
+
+def test_a_zero_metric_has_no_place_on_a_log_axis() -> None:
+    """A server without a gap between tokens does not break the picture."""
+    assert plots.picture([trial(0, 1.0, 0.0)], X, Y, ()).points == ()
+
+
+def test_a_secret_free_config_is_shown_whole() -> None:
+    """Arguments equal to the default's are listed after those that differ."""
+    words = plots.picture([trial(0, label="default", args={"max_num_seqs": 8})], X, Y, ()).points[0].words
+
+    assert "max_num_seqs: 8" in words
+    assert config().model == "tune/tiny-qwen2"

@@ -1,0 +1,137 @@
+"""Reading a stream: events cut anywhere, chunks that are not tokens, ends that are not ends."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tuner.replay.client import Completion, EventParser
+
+
+def event(made: int | None, text: str = " a", *, newline: str = "\n") -> bytes:
+    payload: dict[str, object] = {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
+    if made is not None:
+        payload["usage"] = {"prompt_tokens": 7, "total_tokens": 7 + made, "completion_tokens": made}
+    return f"data: {json.dumps(payload, ensure_ascii=False)}{newline * 2}".encode()
+
+
+def closing(made: int) -> bytes:
+    usage = {"prompt_tokens": 7, "total_tokens": 7 + made, "completion_tokens": made}
+    return f'data: {{"choices": [], "usage": {json.dumps(usage)}}}\n\n'.encode()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def read(*parts: bytes) -> Completion:
+    """Return a completion that read these parts at 0, 1, 2, ..."""
+    completion = Completion()
+    for now, part in enumerate(parts):
+        completion.feed(part, float(now))
+    return completion
+
+
+STREAM = b"".join(
+    [
+        b": keep-alive\r\n\r\n",
+        event(0, ""),
+        event(1, newline="\r\n"),
+        b"event: message\nid: 5\n" + event(3, 'é "usage": {"completion_tokens": 99} \u2028'),
+        b": comment\n\n",
+        event(4, ""),
+        closing(4),
+        DONE,
+    ]
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, len(STREAM)), max_size=12))
+def test_events_may_be_cut_anywhere(cuts: list[int]) -> None:
+    """Any split of the bytes, even inside a character or CRLF, gives the same tokens and the same end."""
+    edges = [0, *sorted(cuts), len(STREAM)]
+    completion = Completion()
+    for start, stop in pairwise(edges):
+        completion.feed(STREAM[start:stop], 1.0)
+
+    assert list(completion.tokens) == [1, 2, 1]
+    assert completion.end(4, 1.0) == ""
+    assert (completion.prompt_tokens, completion.completion_tokens) == (7, 4)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.binary(max_size=40).filter(lambda data: not set(data) & set(b"\r\n")), max_size=6), st.data()
+)
+def test_the_parser_returns_the_data_of_every_event(datas: list[bytes], data: st.DataObject) -> None:
+    """What was framed comes out, byte for byte, with either line ending."""
+    newline = data.draw(st.sampled_from([b"\n", b"\r\n"]))
+    stream = b"".join(b"data: " + one + newline * 2 for one in datas)
+    cut = data.draw(st.integers(0, len(stream)))
+    parser = EventParser()
+
+    assert [*parser.feed(stream[:cut]), *parser.feed(stream[cut:])] == datas
+
+
+def test_events_without_tokens_are_no_samples() -> None:
+    """Comments, empty chunks and the usage event neither start the TTFT nor end the output (report 21)."""
+    completion = read(b": ping\n\n", event(0, ""), event(1), b": ping\n\n", event(2), closing(2), DONE)
+
+    assert list(completion.times) == [2.0, 4.0]
+
+
+def test_an_empty_text_with_a_token_is_a_token() -> None:
+    """A token held back by the detokenizer counts when the server counts it."""
+    assert list(read(event(1, ""), event(2, "")).tokens) == [1, 1]
+
+
+def test_merged_tokens_are_counted_from_the_usage() -> None:
+    """The running count jumps by 8: a chunk of 8 tokens (report 9)."""
+    assert list(read(event(1), event(9)).tokens) == [1, 8]
+
+
+def test_without_usage_tokens_are_unknown() -> None:
+    """Text without counts is a chunk of unknown size; the closing usage gives the total but no chunk."""
+    completion = read(event(None), event(None, ""), event(None), closing(8), DONE)
+
+    assert list(completion.times) == [0.0, 2.0]
+    assert all(math.isnan(tokens) for tokens in completion.tokens)
+    assert completion.completion_tokens == 8
+
+
+def test_reasoning_is_output_too() -> None:
+    """A delta with reasoning only has tokens."""
+    completion = read(
+        b'data: {"choices": [{"delta": {"role": "assistant", "content": "", "reasoning": "hm"}}]}\n\n'
+    )
+
+    assert len(completion.times) == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ([event(1), event(2), closing(2), DONE], ""),
+        ([event(1), closing(1), DONE], "short"),
+        ([event(1), event(3), closing(3), DONE], "long"),
+        ([event(1), event(2), closing(2)], "no_done"),
+        ([closing(0), DONE], "empty"),
+        ([event(1), b'data: {"error": {"message": "dead", "code": 500}}\n\n', DONE], "in_band_error"),
+        ([event(1), b"data: <html>\n\n", DONE], "malformed"),
+        ([event(1), event(2), b"data: [DONE]\n"], ""),
+        ([event(None), event(None), DONE], ""),
+    ],
+)
+def test_the_end_of_a_stream_is_judged(parts: list[bytes], error: str) -> None:
+    """HTTP 200 is not success: two tokens were asked for, and the stream must be whole (reports 7, 22)."""
+    assert read(*parts).end(2, 9.0) == error
+
+
+def test_the_message_of_an_error_is_kept() -> None:
+    """What the server said is there for the reader."""
+    completion = read(b'data: {"error": {"message": "EngineCore encountered an issue."}}\n\n')
+
+    assert completion.message == "EngineCore encountered an issue."
