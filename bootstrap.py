@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["run", "test", "install"])
     parser.add_argument("--torch", choices=["auto", "cpu", "plain"], default="auto",
-                        help="auto takes the light CPU build of torch where its index answers, else the plain release")  # fmt: skip
+                        help="auto: the light CPU build where its index answers, else the plain release")  # fmt: skip
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="after --: arguments for `tune run` or pytest")
     options = parser.parse_args()
     rest = options.rest[1:] if options.rest[:1] == ["--"] else options.rest
@@ -45,7 +45,9 @@ def main() -> int:
         venv = install(ROOT / ".venv", VLLM, ["cpu", "ui", *(["test"] if options.what != "run" else [])], options.torch)
         extra = {}
         if options.what == "test":
-            extra["TUNE_TEST_VLLM_NEXT"] = str(install(ROOT / ".venv-next", VLLM_NEXT, None, options.torch) / "bin/vllm")
+            extra["TUNE_TEST_VLLM_NEXT"] = str(
+                install(ROOT / ".venv-next", VLLM_NEXT, None, options.torch) / "bin/vllm"
+            )
         say(f"installation: {time.monotonic() - started:.0f} s")
     except SetupError as error:
         print(f"bootstrap: {error}", file=sys.stderr)
@@ -179,7 +181,8 @@ def uv_environment() -> dict[str, str]:
 
 def clean_environment() -> dict[str, str]:
     """Return this environment without what would keep Python from storing byte code."""
-    return {name: value for name, value in os.environ.items() if name not in {"PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV"}}
+    unwanted = {"PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV"}
+    return {name: value for name, value in os.environ.items() if name not in unwanted}
 
 
 def run(words: list, *, check: bool = True, env: dict[str, str] | None = None, quiet: bool = False,

@@ -31,10 +31,7 @@ def marked(marker: str) -> set[int]:
     found = set()
     for process in psutil.process_iter():
         try:
-            if (
-                process.environ().get("TUNE_DEPLOYMENT") == marker
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
+            if process.environ().get("TUNE_DEPLOYMENT") == marker and process.status() != psutil.STATUS_ZOMBIE:
                 found.add(process.pid)
         except psutil.Error:
             continue

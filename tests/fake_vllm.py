@@ -11,7 +11,7 @@ The environment variable FAKE_VLLM, a JSON object, changes what it does; every k
 Nothing but the standard library is needed.
 """
 # Names say it; flags wrap better as text.
-# ruff: noqa: D102, SIM905
+# ruff: noqa: SIM905
 
 import argparse
 import asyncio
@@ -119,7 +119,7 @@ START_FAILED = """\
 (EngineCore pid={pid}) ERROR {stamp} [core.py:1330] Traceback (most recent call last):
 (EngineCore pid={pid}) ERROR {stamp} [core.py:1330] {reason}
 (APIServer pid={pid}) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
-"""  # noqa: E501
+"""
 ENGINE_DIED = """\
 (EngineCore pid={pid}) ERROR {stamp} [core.py:1332] EngineCore encountered a fatal error.
 (EngineCore pid={pid}) ERROR {stamp} [core.py:1332] Traceback (most recent call last):
@@ -160,9 +160,7 @@ class Behaviour:
     health_while_starting: bool = True  # 503 until ready; false: connection refused, as the real one
     ignore_term: bool = False
     engine_child: bool = False  # a child in the same process group, as vLLM's EngineCore
-    child_escapes: bool = (
-        False  # a child in a session of its own that outlives the server (two minutes at most)
-    )
+    child_escapes: bool = False  # a child in a session of its own that outlives the server (two minutes at most)
     stop_delay: float = 0.0
     noise_lines: int = 0  # log lines at start, for readers that must drain a pipe
     # Conditions on arguments: a number means "at least"
@@ -253,9 +251,7 @@ def human_int(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="vllm serve", usage="vllm serve [model_tag] [options]", allow_abbrev=False
-    )
+    made = argparse.ArgumentParser(prog="vllm serve", usage="vllm serve [model_tag] [options]", allow_abbrev=False)
     made.add_argument("model_tag", nargs="?", help="The model tag to serve (optional if specified in config)")
     short: dict[str, list[str]] = {}
     for flag, name in SHORT.items():
@@ -577,9 +573,7 @@ class Stream:
             return 404, f"The model `{self.body.get('model')}` does not exist.", "NotFoundError"
         limit = self.server.args["max_model_len"]
         if max_tokens > limit:
-            message = (
-                f"max_tokens={max_tokens} cannot be greater than max_model_len=max_total_tokens={limit}."
-            )
+            message = f"max_tokens={max_tokens} cannot be greater than max_model_len=max_total_tokens={limit}."
             return 400, message, "BadRequestError"
         if prompt_len + max_tokens > limit:
             message = (
@@ -715,7 +709,7 @@ class Connection(asyncio.Protocol):
         self.server.connections.add(self)
         self.rest()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+    def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
         if self.idle is not None:
             self.idle.cancel()
@@ -747,9 +741,7 @@ class Connection(asyncio.Protocol):
             self.idle.cancel()
         method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
         authorization = re.search(rb"^authorization:\s*bearer\s+(\S+)", head, re.IGNORECASE | re.MULTILINE)
-        self.route(
-            method, path.split("?")[0], rest[:size], authorization[1].decode() if authorization else None
-        )
+        self.route(method, path.split("?")[0], rest[:size], authorization[1].decode() if authorization else None)
 
     def route(self, method: str, path: str, body: bytes, key: str | None) -> None:
         server = self.server
@@ -773,11 +765,7 @@ class Connection(asyncio.Protocol):
     def answer(self, status: int, content: object) -> None:
         kind = "text/plain; version=0.0.4" if isinstance(content, str) else "application/json"
         body = (
-            b""
-            if content is None
-            else content.encode()
-            if isinstance(content, str)
-            else json.dumps(content).encode()
+            b"" if content is None else content.encode() if isinstance(content, str) else json.dumps(content).encode()
         )
         self.transport.write(
             f"HTTP/1.1 {status} Made Up\r\nserver: uvicorn\r\ncontent-type: {kind}\r\n"
@@ -816,9 +804,7 @@ class Server:
     def __init__(self, args: dict[str, Any], behaviour: Behaviour, loop: asyncio.AbstractEventLoop) -> None:
         self.args, self.behaviour, self.loop = args, behaviour, loop
         self.engine = Engine(args, behaviour, loop)
-        self.names: list[str] = args["served_model_name"] or [
-            args["model_tag"] or args["model"] or "Qwen/Qwen3-0.6B"
-        ]
+        self.names: list[str] = args["served_model_name"] or [args["model_tag"] or args["model"] or "Qwen/Qwen3-0.6B"]
         self.keys: list[str] = args["api_key"] or [k for k in [os.environ.get("VLLM_API_KEY")] if k]
         self.connections: set[Connection] = set()
         self.is_ready = False
@@ -989,9 +975,7 @@ async def start(server: Server, sock: socket.socket, behaviour: Behaviour) -> No
     if not behaviour.health_while_starting:
         await loop.create_server(lambda: Connection(server), sock=sock, backlog=2048)
     server.is_ready = True
-    print(
-        f"(APIServer pid={os.getpid()}) INFO:     Application startup complete.", file=sys.stderr, flush=True
-    )
+    print(f"(APIServer pid={os.getpid()}) INFO:     Application startup complete.", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> None:

@@ -92,9 +92,7 @@ def serving(directory: Path, behaviour: dict[str, Any] | None = None, *flags: st
     """Run a fake server until the block is left."""
     port = free_port()
     log_path = directory / "fake.jsonl"
-    environment = os.environ | {
-        "FAKE_VLLM": json.dumps({"log": str(log_path), "start_delay": 0, **(behaviour or {})})
-    }
+    environment = os.environ | {"FAKE_VLLM": json.dumps({"log": str(log_path), "start_delay": 0, **(behaviour or {})})}
     command = [sys.executable, str(FAKE_VLLM), "serve", "m", "--port", str(port), *flags]
     with (directory / "server.log").open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -118,7 +116,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], timeout: float = 20) ->
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            with urllib.request.urlopen(url, timeout=1):  # noqa: S310 (our own http URL)
+            with urllib.request.urlopen(url, timeout=1):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.02)

@@ -86,9 +86,7 @@ def budgets() -> list[TrialResult]:
                               "enable_chunked_prefill": True, "max_num_seqs": 32}}  # fmt: skip
 
     def at(number: int, x: float, y: float, budget: int, **more: Any) -> TrialResult:
-        return trial(
-            number, x, y, limits=limits, args={"max_num_batched_tokens": budget}, **effective(budget), **more
-        )
+        return trial(number, x, y, limits=limits, args={"max_num_batched_tokens": budget}, **effective(budget), **more)
 
     return [
         trial(0, 0.471, 0.402, limits=limits, label="default", **effective(2048)),
@@ -99,7 +97,5 @@ def budgets() -> list[TrialResult]:
         failed(5),
         at(6, 0.709, 0.061, 128),
         at(7, 0.589, 0.101, 256, same_as=4),
-        trial(
-            8, 0.618, 0.112, limits=limits, args={"long_prefill_token_threshold": 256}, **effective(2048, 256)
-        ),
+        trial(8, 0.618, 0.112, limits=limits, args={"long_prefill_token_threshold": 256}, **effective(2048, 256)),
     ]

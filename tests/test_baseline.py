@@ -13,7 +13,9 @@ DEFAULT = ServingConfig("m", {"max_model_len": 4096}, {"A": "1"}, command=("vllm
 
 def test_a_command_line_is_read_with_types() -> None:
     """Numbers are numbers, switches booleans; where it listens is dropped."""
-    found = baseline.read("vllm serve m --max-num-seqs 64 --no-enable-chunked-prefill --port=8000 --enforce-eager", DEFAULT)
+    found = baseline.read(
+        "vllm serve m --max-num-seqs 64 --no-enable-chunked-prefill --port=8000 --enforce-eager", DEFAULT
+    )
 
     assert dict(found.args) == {"max_num_seqs": 64, "enable_chunked_prefill": False, "enforce_eager": True}
     assert (found.model, dict(found.env)) == ("m", {"A": "1"})
@@ -24,14 +26,19 @@ def test_a_yaml_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("model: m\nmax-num-batched-tokens: 4096\nno-enable-prefix-caching: true\nenforce-eager: false\n")
 
-    assert dict(baseline.read(str(file), DEFAULT).args) == {"max_num_batched_tokens": 4096, "enable_prefix_caching": False}
+    assert dict(baseline.read(str(file), DEFAULT).args) == {
+        "max_num_batched_tokens": 4096,
+        "enable_prefix_caching": False,
+    }
 
 
 def test_what_we_write_reads_back(tmp_path: Path) -> None:
     """An exported configuration can be the next study's baseline."""
     config = ServingConfig("m", {"max_num_seqs": 8, "enable_chunked_prefill": False, "enforce_eager": True})
     file = tmp_path / "serve.yaml"
-    file.write_text("".join(f"{k}: {str(v).lower() if isinstance(v, bool) else v}\n" for k, v in to_config(config).items()))
+    file.write_text(
+        "".join(f"{k}: {str(v).lower() if isinstance(v, bool) else v}\n" for k, v in to_config(config).items())
+    )
     command = " ".join(to_argv(config))
 
     assert baseline.read(str(file), DEFAULT).args == config.args == baseline.read(command, DEFAULT).args

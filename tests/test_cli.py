@@ -168,7 +168,9 @@ def test_dry_run_shows_everything_and_starts_nothing(project: Project) -> None:
 
 def test_kill_minus_9_leaves_no_server(project: Project) -> None:
     """The guardian ends the servers within 10 s when tune is killed."""
-    running = project.start("run", "s.yaml", "--mlflow", "off", FAKE_VLLM=json.dumps({"freeze_at": 0.1, "freeze_for": 60}))
+    running = project.start(
+        "run", "s.yaml", "--mlflow", "off", FAKE_VLLM=json.dumps({"freeze_at": 0.1, "freeze_for": 60})
+    )
     try:
         wait_for(lambda: servers_of(project.folder), 30)
         time.sleep(1.0)
@@ -181,7 +183,9 @@ def test_kill_minus_9_leaves_no_server(project: Project) -> None:
 
 def test_an_interrupt_keeps_what_is_measured_and_resume_goes_on(project: Project) -> None:
     """Ctrl-C: exit 130 with the resume command; the resumed run ends the budget, nothing measured twice."""
-    running = project.start("run", "s.yaml", "--mlflow", "off", "--trials", "4", FAKE_VLLM=json.dumps({"start_delay": 1.0}))
+    running = project.start(
+        "run", "s.yaml", "--mlflow", "off", "--trials", "4", FAKE_VLLM=json.dumps({"start_delay": 1.0})
+    )
     wait_for(lambda: len(project.results()) >= 1, 60)
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=30)
@@ -199,7 +203,7 @@ def test_an_interrupt_keeps_what_is_measured_and_resume_goes_on(project: Project
 
 
 def test_a_finished_run_is_shown_and_exported_again(project: Project) -> None:
-    """show and export read the run folder alone."""
+    """Show and export read the run folder alone."""
     project.tune("run", "s.yaml", "--mlflow", "off")
     shown = project.tune("show", "runs/fake")
     exported = project.tune("export", "runs/fake", "-o", "out", "--pick", "0")

@@ -65,9 +65,7 @@ def test_a_pipe_gets_a_line_an_event() -> None:
     """Start, phases and result of each trial, in order, complete when a reader looks."""
     text = lines()
 
-    assert (
-        text[0] == "study quickstart: 8 trials; SLO ttft_p50.long <= 600 ms, itl_p99 = 0.33x of the default"
-    )
+    assert text[0] == "study quickstart: 8 trials; SLO ttft_p50.long <= 600 ms, itl_p99 = 0.33x of the default"
     assert text[1:5] == [
         "trial 0 (default): 1 of 8",
         "trial 0: starting (about 31 s)",

@@ -42,9 +42,7 @@ def kill_tune(behaviour: str, directory: Path, *, when_up: bool) -> tuple[str, f
     return marker, time.monotonic()
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "when_up"), [("serve", True), ("escape", True), ("deaf", True), ("hang", False)]
-)
+@pytest.mark.parametrize(("behaviour", "when_up"), [("serve", True), ("escape", True), ("deaf", True), ("hang", False)])
 def test_kill_9_leaves_no_server(tmp_path: Path, behaviour: str, when_up: bool) -> None:  # noqa: FBT001
     """Within ten seconds nothing is left of a server that is up, starting, deaf or in several sessions."""
     marker, died = kill_tune(behaviour, tmp_path, when_up=when_up)

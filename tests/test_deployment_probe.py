@@ -99,9 +99,7 @@ def test_a_vllm_that_does_not_load_says_why(tmp_path: Path) -> None:
     """The import error of the vLLM's own Python is the message."""
     broken = tmp_path / "lib" / "vllm"
     broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text(
-        'raise ImportError("libcudart.so.13: cannot open shared object file")'
-    )
+    (broken / "__init__.py").write_text('raise ImportError("libcudart.so.13: cannot open shared object file")')
     vllm = executable(tmp_path / "bin" / "vllm", f"#!{sys.executable}\n")
     with pytest.raises(HostError, match=r"does not load: ImportError: libcudart"):
         probe.probe((str(vllm), "serve"), env={"PYTHONPATH": str(tmp_path / "lib")})

@@ -32,7 +32,7 @@ from tuner.serving import ServingConfig, Topology
 
 def get(url: str, path: str) -> int:
     """Return the status of an answer."""
-    with urllib.request.urlopen(url + path, timeout=5) as answer:  # noqa: S310 (our own server)
+    with urllib.request.urlopen(url + path, timeout=5) as answer:
         return int(answer.status)
 
 
@@ -274,9 +274,7 @@ def test_a_container_is_ended_by_its_stop_command(tmp_path: Path, monkeypatch: p
 
 def test_what_cannot_be_ended_stops_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop command that does not work leaves a listener: HostError, with port and reason."""
-    docker = executable(
-        tmp_path / "bin" / "docker", DOCKER.replace("kill $(cat", "echo cannot >&2; false $(cat")
-    )
+    docker = executable(tmp_path / "bin" / "docker", DOCKER.replace("kill $(cat", "echo cannot >&2; false $(cat"))
     monkeypatch.setenv("PATH", first_on_path(docker.parent))
     monkeypatch.setattr(process, "PORT_PATIENCE", 0.2)
     config = ServingConfig(model="m", command=("docker", "run", *COMMAND))
@@ -302,9 +300,7 @@ with launcher(stop_patience=60.0).launch(little({behaviour!r}), Path({directory!
 def run_tune(behaviour: str, directory: Path) -> subprocess.Popen[str]:
     """Start a process that deploys the little server and then waits."""
     text = SCRIPT.format(tests=str(Path(__file__).parent), behaviour=behaviour, directory=str(directory))
-    return subprocess.Popen(
-        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_ctrl_c_twice_leaves_no_server(tmp_path: Path) -> None:

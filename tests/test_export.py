@@ -34,7 +34,7 @@ RESULTS = [
 
 @pytest.mark.parametrize(("choice", "number"), [("best", 1), ("ttft", 0), ("itl", 2), ("2", 2), ("knee", 1)])
 def test_a_trial_is_picked_by_word_or_number(choice: str, number: int) -> None:
-    """best is the recommended one, ttft and itl are the ends of the front."""
+    """Best is the recommended one, ttft and itl are the ends of the front."""
     assert export.pick(RESULTS, SPEC, choice).number == number
 
 

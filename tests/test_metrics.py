@@ -212,9 +212,7 @@ def test_without_a_success_there_is_no_percentile() -> None:
     st.integers(0, 10),
     st.sampled_from(["p1", "p50", "p75", "p90", "p95", "p99", "p99_9"]),
 )
-def test_percentiles_are_numpys_with_failures_as_infinity(
-    values: list[float], missing: int, name: str
-) -> None:
+def test_percentiles_are_numpys_with_failures_as_infinity(values: list[float], missing: int, name: str) -> None:
     """Present exactly when numpy's two neighbours are finite, and then the same number."""
     q = metrics.percentile_of(name)
     everything = np.sort([*values, *[np.inf] * missing])
@@ -284,9 +282,7 @@ def test_an_open_relative_limit_leaves_attainment_out() -> None:
 
 def test_shares_and_rates_test_no_request() -> None:
     """With attainment=0.99 alone, what completed is good."""
-    values = summarise(
-        records(steady(), failed()), window=1, slos=parse("attainment=0.99", "request_throughput=2/s")
-    )
+    values = summarise(records(steady(), failed()), window=1, slos=parse("attainment=0.99", "request_throughput=2/s"))
 
     assert values["slo_attainment"] == 0.5
 

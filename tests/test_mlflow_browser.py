@@ -29,10 +29,7 @@ from tuner.sinks.mlflow import MlflowSink, embedded
 from tuner.sinks.pages import WorkloadFacts
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --remote-debugging-port=0 --window-size=1500,1200"
-).split()
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-port=0", "--window-size=1500,1200"]
 STAR = (0xE6, 0x9F, 0x00)
 
 pytestmark = [

@@ -63,9 +63,7 @@ def test_events_may_be_cut_anywhere(cuts: list[int]) -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.binary(max_size=40).filter(lambda data: not set(data) & set(b"\r\n")), max_size=6), st.data()
-)
+@given(st.lists(st.binary(max_size=40).filter(lambda data: not set(data) & set(b"\r\n")), max_size=6), st.data())
 def test_the_parser_returns_the_data_of_every_event(datas: list[bytes], data: st.DataObject) -> None:
     """What was framed comes out, byte for byte, with either line ending."""
     newline = data.draw(st.sampled_from([b"\n", b"\r\n"]))
@@ -104,9 +102,7 @@ def test_without_usage_tokens_are_unknown() -> None:
 
 def test_reasoning_is_output_too() -> None:
     """A delta with reasoning only has tokens."""
-    completion = read(
-        b'data: {"choices": [{"delta": {"role": "assistant", "content": "", "reasoning": "hm"}}]}\n\n'
-    )
+    completion = read(b'data: {"choices": [{"delta": {"role": "assistant", "content": "", "reasoning": "hm"}}]}\n\n')
 
     assert len(completion.times) == 1
 

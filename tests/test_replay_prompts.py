@@ -97,9 +97,7 @@ def test_rows_without_ids_are_unique_per_row_and_per_salt() -> None:
     assert ids(plain, 0) == ids(plain, 0)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "first_special"), [(1024, 1021), (151_936, 151_643), (129_280, 128_000)]
-)
+@pytest.mark.parametrize(("vocab_size", "first_special"), [(1024, 1021), (151_936, 151_643), (129_280, 128_000)])
 def test_special_tokens_are_not_used(vocab_size: int, first_special: int) -> None:
     """Neither the first ids nor the last: checked for the tiny model, Qwen2.5 and DeepSeek-V3."""
     made = Prompts("x", vocab_size).token_ids(Request(0.0, 20_000, 1), 3)

@@ -48,9 +48,7 @@ def test_a_replay_sends_every_row_and_notes_every_token(tmp_path: Path) -> None:
     assert len(got.chunk_time) == 150
     assert replay.window == pytest.approx(29 * 0.02)
     written = np.array([at for entry in log for at, _ in entry["writes"]])
-    first = (
-        written - got.chunk_time
-    )  # both clocks are the machine's monotonic one; the anchor is the difference
+    first = written - got.chunk_time  # both clocks are the machine's monotonic one; the anchor is the difference
     assert np.median(np.abs(first - np.median(first))) < 0.005
 
 
@@ -84,9 +82,7 @@ def test_shared_blocks_hit_and_a_warmed_history_hits_more(tmp_path: Path) -> Non
     history = [Request(5.0, 128, 3, block_ids=(7, 8), block_size=64)]
     with serving(tmp_path) as server:
         play(server, workload(*rows), salt="cold")
-        warmed = run.warm_prefix(
-            server.url, "m", workload(*rows, history=history), salt="warm", vocab_size=VOCAB_SIZE
-        )
+        warmed = run.warm_prefix(server.url, "m", workload(*rows, history=history), salt="warm", vocab_size=VOCAB_SIZE)
         play(server, workload(*rows), salt="warm")
         cached = [entry["cached"] for entry in server.log()]
 
@@ -188,9 +184,7 @@ def test_connections_that_the_server_closes_are_not_reused(tmp_path: Path) -> No
         ({"silence": {"every": 3}}, "timeout"),
     ],
 )
-def test_every_third_request_fails_in_its_own_way(
-    tmp_path: Path, behaviour: dict[str, Any], error: str
-) -> None:
+def test_every_third_request_fails_in_its_own_way(tmp_path: Path, behaviour: dict[str, Any], error: str) -> None:
     """Kinds are told apart, the others complete, and attainment pays (reports 7, 8, 22)."""
     with serving(tmp_path, behaviour) as server:
         replay = play(server, evenly(9, 0.05), drain_timeout=1.0)
@@ -288,9 +282,7 @@ def test_other_prompt_lengths_are_no_measurement(tmp_path: Path) -> None:
     with serving(tmp_path, {"prompt_drift": 3}) as server:
         replay = play(server, evenly(2, 0.05))
 
-    with pytest.raises(
-        InvalidReplay, match=r"2 of 2 .* another prompt length .* 43 tokens, not 40"
-    ) as caught:
+    with pytest.raises(InvalidReplay, match=r"2 of 2 .* another prompt length .* 43 tokens, not 40") as caught:
         judge(replay)
     assert caught.value.kind is FailureKind.LENGTHS_OFF
 
@@ -300,9 +292,7 @@ def test_short_outputs_are_no_measurement(tmp_path: Path) -> None:
     with serving(tmp_path, {"short_output": {"every": 2, "tokens": 2}}) as server:
         replay = play(server, evenly(4, 0.05))
 
-    with pytest.raises(
-        InvalidReplay, match=r"another output length .* request 1 has 2 tokens, not 5"
-    ) as caught:
+    with pytest.raises(InvalidReplay, match=r"another output length .* request 1 has 2 tokens, not 5") as caught:
         judge(replay)
     assert caught.value.kind is FailureKind.LENGTHS_OFF
 

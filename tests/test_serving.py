@@ -19,7 +19,7 @@ def test_arguments_become_flags_with_vllms_spelling() -> None:
 
 
 def test_a_boolean_that_is_off_is_written_as_no_name() -> None:
-    """vLLM 0.26 drops `NAME: false` from a config file in silence."""
+    """VLLM 0.26 drops `NAME: false` from a config file in silence."""
     config = ServingConfig("m", {"enable_chunked_prefill": False, "enforce_eager": True, "max_num_seqs": 8})
 
     assert to_config(config) == {

@@ -38,12 +38,12 @@ def settled(values: dict[str, Json], spec: StudySpec | None = None) -> dict[str,
 
 
 def test_chunking_off_raises_the_budget_to_the_model_length() -> None:
-    """vLLM refuses chunking off with a budget below max_model_len."""
+    """VLLM refuses chunking off with a budget below max_model_len."""
     assert settled({"enable_chunked_prefill": False, "max_num_batched_tokens": 512})["max_num_batched_tokens"] == 4096
 
 
 def test_more_sequences_than_budget_are_lowered() -> None:
-    """vLLM refuses a budget below max_num_seqs; a searched or default count gives way."""
+    """VLLM refuses a budget below max_num_seqs; a searched or default count gives way."""
     assert settled({"max_num_batched_tokens": 64})["max_num_seqs"] == 64
     assert settled({"max_num_batched_tokens": 64, "max_num_seqs": 256})["max_num_seqs"] == 64
 
@@ -91,9 +91,7 @@ def test_a_fraction_of_an_argument_that_is_not_searched_takes_the_hosts_value() 
         " {fraction_of: max_num_batched_tokens, low: 0.1, high: 0.5, off: false}\n",
         "s.yaml",
     )
-    topology, values = space.suggest(
-        optuna.trial.FixedTrial({"long_prefill_token_threshold.fraction": 0.125}), only
-    )
+    topology, values = space.suggest(optuna.trial.FixedTrial({"long_prefill_token_threshold.fraction": 0.125}), only)
 
     assert space.resolve(topology, values, only, HOST).args["long_prefill_token_threshold"] == 256
 

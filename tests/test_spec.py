@@ -105,7 +105,7 @@ def test_an_argument_is_fixed_or_searched_not_both() -> None:
 
 
 def test_a_number_is_not_read_from_text() -> None:
-    """"4096" in quotes is a mistake, not an int."""
+    """The text "4096" in quotes is a mistake, not an int."""
     assert "valid integer" in errors(GOOD.replace("high: 4096", "high: '4096'"))[0]
 
 
@@ -132,7 +132,9 @@ def test_without_a_space_the_two_dials_are_searched() -> None:
     assert set(spec.parse(text, "s.yaml").search_space) == {"max_num_batched_tokens", "long_prefill_token_threshold"}
 
 
-def test_a_workload_is_found_by_name_and_a_wrong_name_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workload_is_found_by_name_and_a_wrong_name_is_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names are looked up under workloads/ near the study."""
     (tmp_path / "workloads" / "chat").mkdir(parents=True)
     (tmp_path / "workloads" / "chat" / "workload.jsonl").write_text("{}\n")

@@ -45,9 +45,7 @@ class Model:
         self.behaviour = behaviour
         self.evaluated: list[int] = []
 
-    def evaluate(
-        self, config: ServingConfig, slos: Sequence[Slo], directory: Path, progress: Progress
-    ) -> Evaluation:
+    def evaluate(self, config: ServingConfig, slos: Sequence[Slo], directory: Path, progress: Progress) -> Evaluation:
         budget = config.args.get("max_num_batched_tokens", 2048)
         assert isinstance(budget, int)
         self.evaluated.append(budget)

@@ -109,9 +109,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     assert [hex(bits) for bits in tiny_model._bfloat16(values)] == ["0x3f80", "0x3f80", "0x3f82", "0xc000"]
 
 
-@pytest.mark.parametrize(
-    "text", ["Explain the token budget, please.", "  two  spaces\n", "héllo, 世界 🙂", ""]
-)
+@pytest.mark.parametrize("text", ["Explain the token budget, please.", "  two  spaces\n", "héllo, 世界 🙂", ""])
 def test_text_survives_the_tokenizer(tmp_path: Path, text: str) -> None:
     """Any text, known words or not, comes back as it went in."""
     tokenizer = Tokenizer.from_file(str(small(tmp_path / "m") / "tokenizer.json"))

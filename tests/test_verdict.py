@@ -92,9 +92,7 @@ def test_a_relative_limit_without_its_default_is_said() -> None:
     lost = dataclasses.replace(trial(1, limits={X: 0.6}), slos_met=False)
     text = verdict(study(), [failed(0, label="default"), lost])
 
-    assert (
-        "itl_p99=0.33x: no limit in numbers, it is relative to the default, which was not measured." in text
-    )
+    assert "itl_p99=0.33x: no limit in numbers, it is relative to the default, which was not measured." in text
 
 
 def test_notes_of_the_shown_trials_are_passed_on_once() -> None:

@@ -115,9 +115,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(requests(), min_size=1, max_size=4))
-def test_what_is_written_is_what_is_read(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[Request]
-) -> None:
+def test_what_is_written_is_what_is_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Request]) -> None:
     """Every field survives a file, whatever characters a prompt has (U+2028 ends no row)."""
     path = tmp_path_factory.mktemp("w") / "w.jsonl"
     path.write_text(to_jsonl(rows), encoding="utf-8")
@@ -137,8 +135,7 @@ def test_rows_longer_than_the_model_are_refused_with_their_number() -> None:
 def shared(groups: int, size: int) -> list[Request]:
     """Return `groups` prefix groups of `size` rows each, in turn."""
     return [
-        Request(float(i), 48, 5, block_ids=(0, 100 + i % groups, 1000 + i), block_size=16)
-        for i in range(groups * size)
+        Request(float(i), 48, 5, block_ids=(0, 100 + i % groups, 1000 + i), block_size=16) for i in range(groups * size)
     ]
 
 

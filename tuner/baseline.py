@@ -42,7 +42,9 @@ def _from_yaml(path: Path) -> dict[str, Json]:
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise SpecError(f"--baseline {path}: cannot be read: {error}") from error
     if not isinstance(data, dict):
-        raise SpecError(f"--baseline {path}: not a mapping of arguments", hint="the YAML that vllm serve --config takes")
+        raise SpecError(
+            f"--baseline {path}: not a mapping of arguments", hint="the YAML that vllm serve --config takes"
+        )
     args: dict[str, Json] = {}
     for key, value in data.items():
         name = argument(str(key))

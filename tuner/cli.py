@@ -15,7 +15,7 @@ import typer
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from tuner import __version__, units
+from tuner import __version__
 from tuner.errors import ExitCode, SpecError, TunerError
 
 P = ParamSpec("P")
@@ -67,20 +67,29 @@ def _show_version(value: bool) -> None:  # noqa: FBT001 (typer's callback)
 
 @app.callback()
 def _common(
-    version: Annotated[
+    version: Annotated[  # noqa: FBT002 (a flag)
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
-    ] = False,  # noqa: FBT002
+    ] = False,
 ) -> None:
     """Find the vLLM configuration that keeps your latency promise, by measuring it on your traffic."""
 
 
 Slos = Annotated[
     list[str] | None,
-    typer.Option("--slo", help="A promise, repeatable: ttft=500ms, itl_p99=50ms, ttft_p90.long=2s, itl=0.33x of the default, attainment=0.99. Replaces those of the study.", metavar="METRIC=LIMIT"),
+    typer.Option(
+        "--slo",
+        help="A promise, repeatable: ttft=500ms, itl_p95=50ms, ttft_p90.long=2s, attainment=0.99, or "
+        "itl=0.33x (of the default). Replaces those of the study.",
+        metavar="METRIC=LIMIT",
+    ),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override a value of the study by its path, repeatable: engine_args.max_model_len=8192.", metavar="KEY=VALUE"),
+    typer.Option(
+        "--set",
+        help="Override a value of the study by its path, repeatable: engine_args.max_model_len=8192.",
+        metavar="KEY=VALUE",
+    ),
 ]
 Gpus = Annotated[str | None, typer.Option("--gpus", help="GPUs to use by nvidia-smi's index: 0,1.", metavar="LIST")]
 Runs = Annotated[Path, typer.Option("--runs", help="Where run folders and the MLflow store lie.", metavar="DIR")]
@@ -88,7 +97,7 @@ Runs = Annotated[Path, typer.Option("--runs", help="Where run folders and the ML
 
 @app.command()
 @_guarded
-def run(
+def run(  # noqa: PLR0917 (one parameter a flag)
     study: Annotated[
         str | None, typer.Argument(help="A study's YAML or its name under studies/. Without: a default for this host.")
     ] = None,
@@ -99,7 +108,9 @@ def run(
     repeats: Annotated[int | None, typer.Option("--repeats", help="Replays of each trial.")] = None,
     baseline: Annotated[
         str | None,
-        typer.Option("--baseline", help="What you run today: a YAML of vllm serve --config, or a command line in quotes."),
+        typer.Option(
+            "--baseline", help="What you run today: a YAML of vllm serve --config, or a command line in quotes."
+        ),
     ] = None,
     workload: Annotated[str | None, typer.Option("--workload", help="A workload's folder or name.")] = None,
     rate_scale: Annotated[
@@ -109,22 +120,23 @@ def run(
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampler and prompts.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the study and its run folder.")] = None,
     runs: Runs = Path("runs"),
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="Continue a run folder.", metavar="RUN")
-    ] = None,
-    dry_run: Annotated[
+    resume: Annotated[Path | None, typer.Option("--resume", help="Continue a run folder.", metavar="RUN")] = None,
+    dry_run: Annotated[  # noqa: FBT002 (a flag)
         bool, typer.Option("--dry-run", help="Show study, space, baseline command and time; start nothing.")
-    ] = False,  # noqa: FBT002
+    ] = False,
     mlflow: Annotated[
         str | None,
-        typer.Option("--mlflow", help='MLflow tracking URI, or "off". Default: a store in the runs folder.', metavar="URI"),
+        typer.Option(
+            "--mlflow", help='MLflow tracking URI, or "off". Default: a store in the runs folder.', metavar="URI"
+        ),
     ] = None,
     storage: Annotated[
-        str | None, typer.Option("--storage", help="Optuna storage URL. Default: SQLite in the run folder.", metavar="URL")
+        str | None,
+        typer.Option("--storage", help="Optuna storage URL. Default: SQLite in the run folder.", metavar="URL"),
     ] = None,
 ) -> int:
     """Tune: replay a workload against vLLM configurations and find the one that keeps the SLO."""
-    from tuner import assemble  # noqa: PLC0415 (optuna and numpy are not needed for --help)
+    from tuner import assemble, plan  # noqa: PLC0415 (optuna and numpy are not needed for --help)
 
     overrides = _overrides(slo, set_, gpus)
     for path, value in (
@@ -137,11 +149,11 @@ def run(
     if resume is not None:
         _refuse_with_resume(study, overrides, baseline)
         return assemble.resume(resume, where, overrides)
-    plan = assemble.plan(study, overrides, baseline, may_lack_vllm=dry_run)
+    found = plan.make(study, overrides, baseline, may_lack_vllm=dry_run)
     if dry_run:
-        print(assemble.describe(plan))
+        print(plan.describe(found))
         return ExitCode.OK
-    return assemble.run(plan, where)
+    return assemble.run(found, where)
 
 
 @app.command()
@@ -161,9 +173,7 @@ def show(
 def export(
     target: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write into. Default: RUN/best.")] = None,
-    pick: Annotated[
-        str, typer.Option("--pick", help="best, knee, ttft, itl or a trial's number.")
-    ] = "best",
+    pick: Annotated[str, typer.Option("--pick", help="best, knee, ttft, itl or a trial's number.")] = "best",
 ) -> int:
     """Write a trial's configuration as YAML for vllm serve --config, its environment and the start line."""
     from tuner import assemble  # noqa: PLC0415

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner import assemble, units
+from tuner import plan as plans
 from tuner import spec as specs
+from tuner import units
 from tuner import workload as workloads
 from tuner.deployment import gpu, host, probe, program
 from tuner.errors import ExitCode, HostError, TunerError
@@ -104,14 +105,15 @@ def _ports() -> Finding:
 
 def _study(name: str | None, overrides: Mapping[str, Any]) -> Iterator[Finding]:
     try:
-        source, _note = assemble.find_study(name)
+        source, _note = plans.find_study(name)
         spec = specs.load(source, overrides)
     except TunerError as error:
         yield Finding("study", error.message, error.hint or "mend the study file", error.exit_code)
         yield from _caught("vLLM", lambda: _vllm(("vllm", "serve")))
         return
+    budget = f"{spec.budget.trials} trials" if spec.budget.trials else units.format_elapsed(spec.budget.time or 0)
     yield Finding("study", f"{source.name}: {spec.name}, {len(spec.search_space)} dimensions, "
-                           f"{spec.budget.trials or units.format_elapsed(spec.budget.time or 0)} of budget")  # fmt: skip
+                           f"a budget of {budget}")  # fmt: skip
     yield from _caught("vLLM", lambda: _vllm(spec.vllm.command))
     yield from _caught("workload", lambda: _workload(spec, source))
     yield from _caught("plan", lambda: _plan(spec, source))
@@ -139,8 +141,11 @@ def _plan(spec: specs.StudySpec, source: Path) -> Finding:
     """Everything `tune run` checks before it starts a server: arguments, model, row lengths, GPUs."""
     rows = workloads.load(specs.find_workload(spec.workload.path, source))
     scaled = workloads.scale_rate(rows, spec.workload.rate_scale, spec.seed)
-    plan = assemble.check(spec, source, scaled, None)
+    plan = plans.check(spec, source, scaled, None)
     budget = plan.host.get("max_num_batched_tokens")
     length = plan.host.get("max_model_len")
-    seen = f"vLLM accepts the default of this study (max_num_batched_tokens {budget}, max_model_len {length}); model reachable; rows fit"
+    seen = (
+        f"vLLM accepts the default of this study (max_num_batched_tokens {budget}, max_model_len {length}); "
+        "model reachable; rows fit"
+    )
     return Finding("plan", seen)

@@ -86,9 +86,7 @@ class Interrupted(TunerError):  # noqa: N818 (an interruption is not an error)
 class TrialError(TunerError):
     """One trial gave no measurement."""
 
-    def __init__(
-        self, kind: FailureKind, message: str, *, hint: str | None = None, log: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, kind: FailureKind, message: str, *, hint: str | None = None, log: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint=hint)
         self.kind = kind
         self.log = log

@@ -62,9 +62,7 @@ class LiveEvaluator:
     workload: Workload
     vocab_size: int
 
-    def evaluate(
-        self, config: ServingConfig, slos: Sequence[Slo], directory: Path, progress: Progress
-    ) -> Evaluation:
+    def evaluate(self, config: ServingConfig, slos: Sequence[Slo], directory: Path, progress: Progress) -> Evaluation:
         """Return what was measured.
 
         Raises:
@@ -132,9 +130,7 @@ class LiveEvaluator:
     def _write_down(self, seen: Replay, notes: tuple[str, ...], slos: Sequence[Slo], folder: Path) -> Repeat:
         folder.mkdir(parents=True, exist_ok=True)
         numbers = self._numbers(seen, slos)
-        counters = {
-            name: value - seen.counters_before.get(name, 0.0) for name, value in seen.counters_after.items()
-        }
+        counters = {name: value - seen.counters_before.get(name, 0.0) for name, value in seen.counters_after.items()}
         metrics.save(seen.records, folder / "records.npz")
         write_json(folder / "counters.json", counters)
         write_json(folder / "metrics.json", units.to_outside(numbers))
@@ -150,9 +146,7 @@ class LiveEvaluator:
         )  # fmt: skip
         if len(known) < len(slos):
             resolved = [r for s in slos if (r := s.against(numbers)).limit is not None]
-            numbers = metrics.summarise(
-                seen.records, window=seen.window, classes=classes, slos=resolved, extra=extra
-            )
+            numbers = metrics.summarise(seen.records, window=seen.window, classes=classes, slos=resolved, extra=extra)
         return numbers
 
 

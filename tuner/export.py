@@ -61,7 +61,9 @@ def _numbered(found: Sequence[TrialResult], number: int) -> TrialResult:
     if result is None:
         raise SpecError(f"--pick {number}: no such trial", hint=f"there are {', '.join(str(r.number) for r in found)}")
     if result.failure is not None:
-        raise SpecError(f"--pick {number}: this trial failed ({result.failure.kind})", hint="choose one that was measured")
+        raise SpecError(
+            f"--pick {number}: this trial failed ({result.failure.kind})", hint="choose one that was measured"
+        )
     return result
 
 
@@ -89,7 +91,7 @@ def start_line(config: ServingConfig, yaml_file: Path, env_file: Path) -> str:
 
 
 def _dotted(path: Path) -> str:
-    """A bare name would be looked up on PATH by the shell's `.`"""
+    """Return the path with a slash in it; the shell's `.` looks a bare name up on PATH."""
     return str(path) if "/" in str(path) else f"./{path}"
 
 
@@ -110,12 +112,17 @@ def _provenance(result: TrialResult, spec: StudySpec, slos: Sequence[Slo]) -> li
         f"Exported by tune {__version__}: trial {result.number} of study {spec.name}, measured {when}"
         + (f" on vLLM {result.vllm_version}." if result.vllm_version else "."),
     ]
-    for objective in spec.objective_metrics:
-        if objective in result.metrics:
-            lines.append(f"Measured {objective}: {slo.describe(objective, result.metrics[objective])}")
-    for limit in slos:
-        lines.append(f"SLO {limit.metric} {'>=' if limit.is_lower_bound else '<='} {limit.describe_limit()}: {_state(limit, result)}")
+    lines += [
+        f"Measured {metric}: {slo.describe(metric, result.metrics[metric])}"
+        for metric in spec.objective_metrics
+        if metric in result.metrics
+    ]
+    lines += [f"SLO {_words(limit)}: {_state(limit, result)}" for limit in slos]
     return lines
+
+
+def _words(limit: Slo) -> str:
+    return f"{limit.metric} {'>=' if limit.is_lower_bound else '<='} {limit.describe_limit()}"
 
 
 def _state(limit: Slo, result: TrialResult) -> str:

@@ -84,9 +84,7 @@ class Records:
     def select(self, keep: Bools) -> "Records":
         """Return the records of some of the requests."""
         counts = np.diff(self.chunk_start)
-        columns = {
-            f.name: getattr(self, f.name)[keep] for f in fields(self) if not f.name.startswith("chunk_")
-        }
+        columns = {f.name: getattr(self, f.name)[keep] for f in fields(self) if not f.name.startswith("chunk_")}
         kept = np.repeat(keep, counts)
         return Records(
             **columns,
@@ -232,9 +230,7 @@ def per_request(records: Records, name: str) -> Floats:
     between = gaps(records, records.chunk_tokens)
     owners, starts = np.unique(between.owner, return_index=True)
     if len(owners):
-        chosen = (
-            np.maximum.reduceat(between.length, starts) if name == "max_stall" else between.length[starts]
-        )
+        chosen = np.maximum.reduceat(between.length, starts) if name == "max_stall" else between.length[starts]
         values[owners] = chosen
     return values
 
@@ -401,9 +397,7 @@ def why_absent(records: Records) -> dict[str, str]:
     if known_tokens(records) is None:
         chunks = len(records.chunk_time)
         tokens = int(np.nansum(np.where(records.is_completed, records.completion_tokens, np.nan)))
-        words = (
-            f"the server did not say how many tokens a chunk has, and {chunks} chunks are not {tokens} tokens"
-        )
+        words = f"the server did not say how many tokens a chunk has, and {chunks} chunks are not {tokens} tokens"
         reasons |= dict.fromkeys(("itl", "tpot"), words)
     for name in LATENCIES:
         values = sample(records, name)
@@ -446,7 +440,5 @@ def warnings(records: Records, keys: Iterable[str], classes: Classes = DEFAULT_C
         least = needed(percentile_of(match["statistic"]))
         if n < least:
             highest = highest_estimable(n) or "p50 (a tail needs 30)"
-            sentences.append(
-                f"{key} rests on {n} requests and needs {least}; the highest to trust is {highest}"
-            )
+            sentences.append(f"{key} rests on {n} requests and needs {least}; the highest to trust is {highest}")
     return sentences

@@ -80,9 +80,7 @@ class Progress(Protocol):
 class Evaluator(Protocol):
     """Measures one configuration."""
 
-    def evaluate(
-        self, config: ServingConfig, slos: Sequence[Slo], directory: Path, progress: Progress
-    ) -> Evaluation:
+    def evaluate(self, config: ServingConfig, slos: Sequence[Slo], directory: Path, progress: Progress) -> Evaluation:
         """Return what was measured; SLOs still relative are taken relative to this very measurement.
 
         Raises:

@@ -1,6 +1,6 @@
 """Service level objectives: one grammar with three uses: constraint, verdict and per-request test.
 
-    ttft=500ms  itl_p99<=50ms  ttft_p90.long=0.8s  itl_p99=0.33x  attainment=0.99  request_throughput=2/s
+ttft=500ms  itl_p99<=50ms  ttft_p90.long=0.8s  itl_p99=0.33x  attainment=0.99  request_throughput=2/s
 """
 
 import difflib
@@ -110,9 +110,13 @@ def _metric(text: str, name: str) -> str:
     if stem in LATENCIES and _STATISTIC.fullmatch(statistic) and statistic != "p0":
         return name
     if stem in LATENCIES:
-        raise _wrong(text, f"{statistic!r} is not a statistic", f"write {stem}_p99, {stem}_p95, {stem}_p50 or {stem}_mean")
+        raise _wrong(
+            text, f"{statistic!r} is not a statistic", f"write {stem}_p99, {stem}_p95, {stem}_p50 or {stem}_mean"
+        )
     known = [*LATENCIES, *RATES, "attainment"]
-    close = difflib.get_close_matches(name.split("_", maxsplit=1)[0], known, n=1) or difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name.split("_", maxsplit=1)[0], known, n=1) or difflib.get_close_matches(
+        name, known, n=1
+    )
     hint = f"did you mean {close[0]!r}?" if close else f"the metrics are: {', '.join(known)}"
     raise _wrong(text, f"unknown metric {name!r}", hint)
 

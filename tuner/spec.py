@@ -49,12 +49,14 @@ def _seconds(value: object) -> object:
     if isinstance(value, str):
         return units.parse_duration(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        raise ValueError(f"{value} of what? write {value}s or {value}min")
+        raise ValueError(f"{value} of what? write {value}s or {value}min")  # noqa: TRY004 (becomes a line of the report)
     return value
 
 
 Duration = Annotated[
-    float, BeforeValidator(_seconds), PlainSerializer(lambda seconds: f"{seconds:g}s", return_type=str)
+    float,
+    BeforeValidator(_seconds),
+    PlainSerializer(lambda seconds: f"{seconds:.6f}".rstrip("0").rstrip(".") + "s", return_type=str),
 ]
 
 
@@ -168,9 +170,9 @@ DEFAULT_SPACE: dict[str, Any] = {
 class Vllm(_Part):
     """The program that serves, and how long it may take to start and stop."""
 
-    command: Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(shlex.split(v)) if isinstance(v, str) else v)] = (
-        Field(default=("vllm", "serve"), min_length=1)
-    )
+    command: Annotated[
+        tuple[str, ...], BeforeValidator(lambda v: tuple(shlex.split(v)) if isinstance(v, str) else v)
+    ] = Field(default=("vllm", "serve"), min_length=1)
     stop_command: Annotated[
         tuple[str, ...] | None, BeforeValidator(lambda v: tuple(shlex.split(v)) if isinstance(v, str) else v)
     ] = None
@@ -231,7 +233,9 @@ def _topology(value: object) -> object:
 def _no_secret(env: dict[str, str]) -> dict[str, str]:
     for name in env:
         if SECRET.search(name):
-            raise ValueError(f"{name} looks like a secret: export it in the shell, it is passed on and never written down")
+            raise ValueError(
+                f"{name} looks like a secret: export it in the shell, it is passed on and never written down"
+            )
     return env
 
 
@@ -240,7 +244,9 @@ def _engine_args(args: dict[str, Any]) -> dict[str, Json]:
         if "-" in name:
             raise ValueError(f'{name}: write it with underscores, "{name.replace("-", "_")}"')
         if SECRET.search(name):
-            raise ValueError(f"{name} is a secret: export VLLM_API_KEY in the shell, it is passed on and never written down")
+            raise ValueError(
+                f"{name} is a secret: export VLLM_API_KEY in the shell, it is passed on and never written down"
+            )
         if name in OWN_ARGS:
             raise ValueError(f"{name} is set by tune itself")
     return {name: _json(value) for name, value in args.items()}
@@ -261,9 +267,9 @@ class StudySpec(_Part):
     engine_args: Annotated[dict[str, Any], AfterValidator(_engine_args)] = Field(default_factory=dict)
     env: Annotated[dict[str, str], AfterValidator(_no_secret)] = Field(default_factory=dict)
     search_space: dict[str, Dimension] = Field(default_factory=dict)
-    topologies: tuple[
-        Annotated[Topology, BeforeValidator(_topology), PlainSerializer(str, return_type=str)], ...
-    ] = Field(default=(Topology(replicas=1),), min_length=1)
+    topologies: tuple[Annotated[Topology, BeforeValidator(_topology), PlainSerializer(str, return_type=str)], ...] = (
+        Field(default=(Topology(replicas=1),), min_length=1)
+    )
     workload: Annotated[WorkloadSpec, BeforeValidator(lambda v: {"path": v} if isinstance(v, str) else v)]
     slo: tuple[Annotated[Slo, BeforeValidator(_slo), PlainSerializer(lambda s: s.text, return_type=str)], ...] = ()
     objectives: Objectives | None = None
@@ -331,7 +337,7 @@ def parse(text: str, source: str, overrides: Mapping[str, Any] | None = None) ->
         return StudySpec.model_validate(plain)
     except ValidationError as error:
         lines = [_explain(item, data, source, given) for item in error.errors()]
-        raise SpecError("\n".join(lines), hint="README, \"The study file\", lists every key") from error
+        raise SpecError("\n".join(lines), hint='README, "The study file", lists every key') from error
     except SpecError as error:
         raise SpecError(f"{source}: slo: {error.message.removeprefix('--slo ')}", hint=error.hint) from error
 

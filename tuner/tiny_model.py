@@ -171,8 +171,7 @@ def _tokenizer() -> dict[str, object]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": number, "content": token, **flags, "special": True}
-            for number, token in enumerate(SPECIAL_TOKENS)
+            {"id": number, "content": token, **flags, "special": True} for number, token in enumerate(SPECIAL_TOKENS)
         ],
         "normalizer": None,
         "pre_tokenizer": byte_level,
@@ -270,9 +269,7 @@ def _safetensors(tensors: dict[str, Weights]) -> bytes:
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join(
-        [len(text).to_bytes(8, "little"), text, *(tensor.tobytes() for tensor in tensors.values())]
-    )
+    return b"".join([len(text).to_bytes(8, "little"), text, *(tensor.tobytes() for tensor in tensors.values())])
 
 
 def main() -> None:

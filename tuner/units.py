@@ -8,7 +8,18 @@ import re
 from collections.abc import Mapping
 
 SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
-DURATION_METRICS = ("ttft", "ttft_from_send", "itl", "icl", "tpot", "e2el", "max_stall", "itl_first_gap", "send_lag", "heartbeat_lag")
+DURATION_METRICS = (
+    "ttft",
+    "ttft_from_send",
+    "itl",
+    "icl",
+    "tpot",
+    "e2el",
+    "max_stall",
+    "itl_first_gap",
+    "send_lag",
+    "heartbeat_lag",
+)
 
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|min|m|h)")
 

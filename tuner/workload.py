@@ -16,8 +16,20 @@ import numpy as np
 
 from tuner.errors import SpecError
 
-FIELDS = ("arrival_s", "input_len", "output_len", "block_ids", "block_size", "session", "parent", "think_time_s",
-          "prompt", "model", "endpoint", "source_line")
+FIELDS = (
+    "arrival_s",
+    "input_len",
+    "output_len",
+    "block_ids",
+    "block_size",
+    "session",
+    "parent",
+    "think_time_s",
+    "prompt",
+    "model",
+    "endpoint",
+    "source_line",
+)
 
 
 LATEST = 1e12  # later than any clock, and exact enough as a float
@@ -84,8 +96,13 @@ def load(path: Path) -> Workload:
     requests = _read(file)
     if not requests:
         raise SpecError(f"{file}: no rows", hint="a workload needs at least one request")
-    beside = {} if not path.is_dir() else {name: _read(path / f"{name}.jsonl") for name in ("history", "confirm")
-                                           if (path / f"{name}.jsonl").is_file()}
+    beside = (
+        {}
+        if not path.is_dir()
+        else {
+            name: _read(path / f"{name}.jsonl") for name in ("history", "confirm") if (path / f"{name}.jsonl").is_file()
+        }
+    )
     return Workload(
         name=path.name if path.is_dir() else path.stem,
         requests=requests,
@@ -115,7 +132,10 @@ def _row(file: Path, number: int, line: str) -> Request:
     except json.JSONDecodeError as error:
         raise SpecError(f"{where}: not JSON: {error.msg}", hint="one JSON object a line") from error
     if not isinstance(data, dict):
-        raise SpecError(f"{where}: not a JSON object", hint='a row looks like {"arrival_s": 0.5, "input_len": 120, "output_len": 30}')
+        raise SpecError(
+            f"{where}: not a JSON object",
+            hint='a row looks like {"arrival_s": 0.5, "input_len": 120, "output_len": 30}',
+        )
     if unknown := sorted(set(data) - set(FIELDS)):
         raise SpecError(f"{where}: unknown field {unknown[0]!r}", hint=f"the fields are: {', '.join(FIELDS)}")
     arrival = _number(where, data, "arrival_s")
@@ -166,7 +186,7 @@ def _check_blocks(where: str, blocks: object, size: object, input_len: int) -> N
         raise SpecError(f"{where}: block_ids must be a list of whole numbers")
     if len(blocks) != -(-input_len // size):
         raise SpecError(f"{where}: {len(blocks)} block ids for {input_len} tokens in blocks of {size}",
-                        hint=f"a prompt of this length has {-(-input_len // size)} blocks, the last one partial")  # fmt: skip
+                        hint=f"this prompt has {-(-input_len // size)} blocks, the last one partial")  # fmt: skip
 
 
 def check_fits(workload: Workload, max_model_len: int) -> None:
@@ -206,7 +226,8 @@ def scale_rate(workload: Workload, factor: float, seed: int) -> Workload:
     rows.sort(key=lambda row: row.arrival)
     if not rows:
         raise SpecError(f"--rate-scale {factor}: no row is left", hint="use a larger factor")
-    words = f"rate scaled {factor:g}x (groups thinned, copies relabelled, seed {seed}): {len(rows)} of {len(workload.requests)} rows"
+    counts = f"{len(rows)} of {len(workload.requests)} rows"
+    words = f"rate scaled {factor:g}x (groups thinned, copies relabelled, seed {seed}): {counts}"
     digest = hashlib.sha256(f"{workload.sha256}/{words}".encode()).hexdigest()
     return replace(workload, requests=tuple(rows), sha256=digest, transforms=(*workload.transforms, words))
 
@@ -261,7 +282,9 @@ def describe(requests: Iterable[Request]) -> dict[str, float | int]:
             counts = np.array(list(Counter(np.floor(arrivals - arrivals.min()).astype(int)).values()))
             bins = int(np.floor(span)) + 1
             mean = len(rows) / bins
-            shape["dispersion_1s"] = round(float((np.sum((counts - mean) ** 2) + (bins - len(counts)) * mean**2) / bins / mean), 3)
+            shape["dispersion_1s"] = round(
+                float((np.sum((counts - mean) ** 2) + (bins - len(counts)) * mean**2) / bins / mean), 3
+            )
     for name, lengths in (("input_len", [r.input_len for r in rows]), ("output_len", [r.output_len for r in rows])):
         for q in (50, 95):
             shape[f"{name}_p{q}"] = float(np.percentile(lengths, q))

@@ -3,8 +3,8 @@
     python -m workloads.derive --traces DIR
 
 DIR holds the published files, unmodified, each folder with its licence text. The same files give the same
-bytes. Nothing is drawn at random: what is thinned or spread follows from a hash of the source line or of
-the prefix group, so a row's fate does not depend on its neighbours.
+bytes. Nothing is drawn at random: what is thinned or spread follows from a hash of the row's line number, so
+a row's fate does not depend on its neighbours.
 """
 
 import argparse
@@ -14,12 +14,14 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from ruamel.yaml import YAML
 
 HERE = Path(__file__).parent
@@ -102,7 +104,7 @@ def window(cut: Cut, start: float, seconds: float) -> Cut:
 def fits(cut: Cut) -> Cut:
     """Keep the rows that the demo's server can take."""
     return cut.keep(
-        f"input + output above {MAX_MODEL_LEN} tokens after scaling",
+        f"input + output above {MAX_MODEL_LEN:,} tokens after scaling",
         (row for row in cut.rows if row.input_len + row.output_len <= MAX_MODEL_LEN),
     )
 
@@ -162,7 +164,13 @@ def azure(traces: Path) -> Derived:
         title="Azure 2023, conversations with long code prompts among them, SCALED for a CPU",
         licence="azure_llm_2023/LICENSE",
         source=AZURE_SOURCE,
-        transform=AZURE_TRANSFORM,
+        transform=AZURE_TRANSFORM.replace(
+            "{windows}",
+            "; ".join(
+                f"`{name}.jsonl` from {conv_start:g} s (conversation) and {code_start:g} s (code)"
+                for name, (conv_start, code_start) in AZURE_WINDOWS.items()
+            ),
+        ),
         rows={name: merged(*of.values()) for name, of in cuts.items()},
         cuts=cuts,
     )
@@ -186,9 +194,7 @@ def _azure_code(cut: Cut) -> Cut:
 
 def _scaled(row: Row, input_scale: int) -> Row:
     """Divide the lengths, rounding up."""
-    return replace(
-        row, input_len=-(-row.input_len // input_scale), output_len=-(-row.output_len // OUTPUT_SCALE)
-    )
+    return replace(row, input_len=-(-row.input_len // input_scale), output_len=-(-row.output_len // OUTPUT_SCALE))
 
 
 AZURE_SOURCE = """\
@@ -203,8 +209,10 @@ AZURE_SOURCE = """\
 """
 
 AZURE_TRANSFORM = f"""\
-1. Window of {AZURE_SECONDS:g} s of each trace, rebased to 0 and laid over one another: {{windows}}.
-   The two traces were recorded apart; that they run together is our doing.
+1. Window of {AZURE_SECONDS:g} s of each trace, rebased to 0 and laid over one another:
+   {{windows}}.
+   The two traces were recorded apart; that they run together is our doing. The code trace comes in bursts with
+   minutes of silence between; windows of even arrivals were chosen, so that a short replay repeats well.
 2. Conversation rows: {CONV_KEPT:.0%} kept, by a hash of the line number (no prefix is recorded, so none is torn).
 3. Code rows: those with {CODE_BAND[0]:,} to {CODE_BAND[1]:,} prompt tokens kept.
 4. Prompt length divided by {CONV_INPUT_SCALE} (conversation) or {CODE_INPUT_SCALE} (code), output length by \
@@ -219,14 +227,13 @@ MOONCAKE = "conversation_first2000.jsonl"
 MOONCAKE_SCALE = 16
 MOONCAKE_BLOCK = 512 // MOONCAKE_SCALE
 MOONCAKE_OUTPUT_SCALE = 3
-MOONCAKE_KEPT = 0.6
 MOONCAKE_STEP = 3.0
 MOONCAKE_SECONDS = 27.0
 # file -> (start, length), s of the trace's clock
 MOONCAKE_WINDOWS = {
-    "workload": (300.0, MOONCAKE_SECONDS),
-    "confirm": (510.0, MOONCAKE_SECONDS),
-    "history": (240.0, 60.0),
+    "workload": (435.0, MOONCAKE_SECONDS),
+    "confirm": (615.0, MOONCAKE_SECONDS),
+    "history": (375.0, 60.0),
 }
 
 
@@ -257,18 +264,20 @@ def mooncake(traces: Path) -> Derived:
         title="Mooncake conversations with their shared prefixes, SCALED for a CPU",
         licence="mooncake_conversation/LICENSE-APACHE",
         source=MOONCAKE_SOURCE,
-        transform=MOONCAKE_TRANSFORM,
+        transform=MOONCAKE_TRANSFORM.replace(
+            "{windows}",
+            "; ".join(
+                f"`{name}.jsonl` {start:g} to {start + seconds:g} s"
+                for name, (start, seconds) in MOONCAKE_WINDOWS.items()
+            ),
+        ),
         rows={name: merged(*of.values()) for name, of in cuts.items()},
         cuts=cuts,
     )
 
 
 def _mooncake(cut: Cut) -> Cut:
-    cut = cut.keep("no output recorded", (row for row in cut.rows if row.output_len > 0))
-    cut = cut.keep(
-        f"thinned: {MOONCAKE_KEPT:.0%} of the prefix groups kept",
-        (row for row in cut.rows if chance("group", *row.block_ids[:2]) < MOONCAKE_KEPT),
-    )
+    cut = cut.keep("without output", (row for row in cut.rows if row.output_len > 0))
     cut = cut.change(
         replace(
             row,
@@ -292,12 +301,13 @@ MOONCAKE_SOURCE = """\
 """
 
 MOONCAKE_TRANSFORM = f"""\
-1. Window of the trace's clock, rebased to 0: {{windows}}. `history.jsonl` is what came before `workload.jsonl`
-   (on a clock of its own, from 0): its prompts are what a running server would have had in its cache.
-2. Rows without output dropped; {MOONCAKE_KEPT:.0%} of the prefix groups kept (group: the first two block ids), by a hash,
-   so that the reuse inside a group stays.
-3. Prompt length divided by {MOONCAKE_SCALE}, rounded up; block ids kept, each now {MOONCAKE_BLOCK} tokens instead of 512.
-   Output length divided by {MOONCAKE_OUTPUT_SCALE}, rounded up.
+1. Window of the trace's clock, rebased to 0:
+   {{windows}}.
+   `history.jsonl` is what came just before `workload.jsonl`, on a clock of its own: its prompts are what a
+   running server would have had in its cache.
+2. Rows without output dropped. Nothing thinned: at this size the whole traffic of the window fits.
+3. Prompt length divided by {MOONCAKE_SCALE}, rounded up; block ids kept, each now {MOONCAKE_BLOCK} tokens
+   instead of 512, so that the sharing of prefixes stays. Output length divided by {MOONCAKE_OUTPUT_SCALE}, rounded up.
 4. The recorded clock moves in steps of 3 s, with about ten requests on each. Each row is SPREAD inside its
    step, by a hash of its line number: as recorded, the steps would decide every tail.
 5. Rows with input + output above {MAX_MODEL_LEN:,} tokens after scaling dropped.
@@ -307,7 +317,7 @@ MOONCAKE_TRANSFORM = f"""\
 # The card and the profile.
 
 
-def observe(rows: Sequence[Row], text: str) -> dict[str, object]:
+def observe(rows: Sequence[Row], text: str, before: Sequence[Row]) -> dict[str, Any]:
     """Return what profile.yaml says about one file."""
     arrivals = np.array([row.arrival for row in rows])
     span = float(arrivals[-1] - arrivals[0])
@@ -317,13 +327,14 @@ def observe(rows: Sequence[Row], text: str) -> dict[str, object]:
         "span_ms": round(span * 1e3, 3),
         "request_rate": round(len(rows) / span, 3),
         "iod_1s": round(_dispersion(arrivals, 1.0), 2),
-        "iod_10s": round(_dispersion(arrivals, 10.0), 2),
+        "iod_5s": round(_dispersion(arrivals, 5.0), 2),
         "input_len": _quantiles([row.input_len for row in rows]),
         "output_len": _quantiles([row.output_len for row in rows]),
         "total_input": sum(row.input_len for row in rows),
         "total_output": sum(row.output_len for row in rows),
         "classes": {name: _class(of) for name, of in _by_class(rows).items()},
         "ideal_prefix_hit": round(ideal_prefix_hit(rows), 4),
+        **({"ideal_prefix_hit_after_history": round(ideal_prefix_hit(rows, before), 4)} if before else {}),
     }
 
 
@@ -334,7 +345,7 @@ def _by_class(rows: Sequence[Row]) -> dict[str, list[Row]]:
     }
 
 
-def _class(rows: Sequence[Row]) -> dict[str, object]:
+def _class(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "rows": len(rows),
         "input_len": _quantiles([row.input_len for row in rows]),
@@ -348,16 +359,16 @@ def _quantiles(values: Sequence[int]) -> dict[str, int]:
     return dict(zip(names, map(int, found), strict=True))
 
 
-def _dispersion(arrivals: np.ndarray, bin_size: float) -> float:
+def _dispersion(arrivals: npt.NDArray[np.float64], bin_size: float) -> float:
     """Return variance / mean of the arrivals per full bin: 1 for Poisson."""
     bins = int(arrivals[-1] // bin_size)
     counts, _ = np.histogram(arrivals, bins=bins, range=(0, bins * bin_size))
     return float(counts.var() / counts.mean())
 
 
-def ideal_prefix_hit(rows: Sequence[Row]) -> float:
-    """Return the share of prompt tokens in leading blocks seen earlier in the file."""
-    seen: set[int] = set()
+def ideal_prefix_hit(rows: Sequence[Row], before: Sequence[Row] = ()) -> float:
+    """Return the share of prompt tokens in leading blocks seen earlier in the file, or in one before it."""
+    seen = {block for row in before for block in row.block_ids}
     hit = 0
     for row in rows:
         known = itertools.takewhile(seen.__contains__, row.block_ids)
@@ -366,7 +377,7 @@ def ideal_prefix_hit(rows: Sequence[Row]) -> float:
     return hit / sum(row.input_len for row in rows)
 
 
-def card(workload: Derived, observed: dict[str, dict[str, object]]) -> str:
+def card(workload: Derived, observed: dict[str, dict[str, Any]]) -> str:
     """Return the README of a workload."""
     lines = [
         f"# {workload.title}",
@@ -380,7 +391,7 @@ def card(workload: Derived, observed: dict[str, dict[str, object]]) -> str:
         workload.source,
         "## What was done to it",
         "",
-        workload.transform.replace("{windows}", _windows(workload.name)),
+        workload.transform,
         "Rows by fate:",
         "",
         "| file | source | rows read | dropped | kept |",
@@ -406,30 +417,18 @@ def card(workload: Derived, observed: dict[str, dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def _windows(name: str) -> str:
-    if name.startswith("azure"):
-        return "; ".join(
-            f"`{file}.jsonl` from {conv:g} s (conversation) and {code:g} s (code)"
-            for file, (conv, code) in AZURE_WINDOWS.items()
-        )
-    return "; ".join(
-        f"`{file}.jsonl` {start:g} to {start + seconds:g} s"
-        for file, (start, seconds) in MOONCAKE_WINDOWS.items()
-    )
-
-
 def _dropped(cut: Cut) -> str:
-    return "; ".join(f"{count:,} {reason}" for reason, count in cut.dropped.items()) or "none"
+    return "; ".join(f"{count:,} {reason}" for reason, count in cut.dropped.items() if count) or "none"
 
 
-def _shape_table(observed: dict[str, dict[str, object]]) -> Iterator[str]:
+def _shape_table(observed: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "| | " + " | ".join(f"`{name}.jsonl`" for name in observed) + " |"
     yield "|---|" + "---:|" * len(observed)
-    figures = {
+    figures: dict[str, Callable[[dict[str, Any]], str]] = {
         "rows": lambda of: f"{of['rows']:,}",
         "span, s": lambda of: f"{of['span_ms'] / 1e3:.1f}",
         "rate, requests/s": lambda of: f"{of['request_rate']:.2f}",
-        "IoD 1 s / 10 s": lambda of: f"{of['iod_1s']:.2f} / {of['iod_10s']:.2f}",
+        "IoD 1 s / 5 s": lambda of: f"{of['iod_1s']:.2f} / {of['iod_5s']:.2f}",
         "prompt tokens p5 / p50 / p90 / p99 / max": lambda of: _slashed(of["input_len"]),
         "output tokens p5 / p50 / p90 / p99 / max": lambda of: _slashed(of["output_len"]),
         "prompt tokens / output tokens, in all": lambda of: f"{of['total_input']:,} / {of['total_output']:,}",
@@ -437,9 +436,14 @@ def _shape_table(observed: dict[str, dict[str, object]]) -> Iterator[str]:
         "long: prompt tokens": lambda of: _slashed(of["classes"]["long"]["input_len"]),
         "long: output tokens": lambda of: _slashed(of["classes"]["long"]["output_len"]),
         "ideal prefix hit": lambda of: f"{of['ideal_prefix_hit']:.3f}",
+        "the same, after the history": lambda of: (
+            f"{warm:.3f}" if (warm := of.get("ideal_prefix_hit_after_history")) is not None else ""
+        ),
     }
     for label, figure in figures.items():
-        yield f"| {label} | " + " | ".join(figure(of) for of in observed.values()) + " |"
+        cells = [figure(of) for of in observed.values()]
+        if any(cells):
+            yield f"| {label} | " + " | ".join(cells) + " |"
 
 
 def _slashed(quantiles: dict[str, int]) -> str:
@@ -450,10 +454,11 @@ def write(workload: Derived, traces: Path) -> Path:
     """Write a workload's folder: rows, card, licence, profile."""
     folder = HERE / workload.name
     folder.mkdir(exist_ok=True)
-    texts = {
-        name: "".join(f"{row.to_json()}\n" for row in rows) for name, rows in workload.rows.items()
+    texts = {name: "".join(f"{row.to_json()}\n" for row in rows) for name, rows in workload.rows.items()}
+    history = workload.rows.get("history", ())
+    observed = {
+        name: observe(workload.rows[name], text, history if name == "workload" else ()) for name, text in texts.items()
     }
-    observed = {name: observe(workload.rows[name], text) for name, text in texts.items()}
     for name, text in texts.items():
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(card(workload, observed), encoding="utf-8")

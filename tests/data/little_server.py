@@ -42,9 +42,7 @@ def serve() -> None:
 def crash() -> None:
     """End at once, as vLLM does: the cause first, another error last."""
     print("(Worker pid=9) ERROR 11-29 20:41:34 [worker.py:9] ValueError: the cause", flush=True)
-    print(
-        "(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above.", flush=True
-    )
+    print("(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
     sys.exit(1)
 
 

@@ -41,11 +41,7 @@ SMALL: dict[str, Json] = {"enforce_eager": True, "max_model_len": 4096, "max_num
 def installed(variable: str) -> str | None:
     """Return the `vllm` to test with."""
     beside = shutil.which("vllm", path=str(Path(sys.executable).parent))
-    return (
-        os.environ.get(variable)
-        or (variable == "TUNE_TEST_VLLM" and (beside or shutil.which("vllm")))
-        or None
-    )
+    return os.environ.get(variable) or (variable == "TUNE_TEST_VLLM" and (beside or shutil.which("vllm"))) or None
 
 
 @pytest.fixture(params=["TUNE_TEST_VLLM", "TUNE_TEST_VLLM_NEXT"])
@@ -84,9 +80,7 @@ def mapped() -> set[str]:
     found: set[str] = set()
     for table in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # ended meanwhile, or not ours to read
-            found |= {
-                line.split()[-1] for line in table.read_text().splitlines() if str(SHARED_MEMORY) in line
-            }
+            found |= {line.split()[-1] for line in table.read_text().splitlines() if str(SHARED_MEMORY) in line}
     return found
 
 
@@ -100,8 +94,8 @@ def runs(process: psutil.Process) -> bool:
 
 def fetch(url: str, body: bytes | None = None) -> bytes:
     """Return what the server answers."""
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 (our server)
-    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 (our server)
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return bytes(answer.read())
 
 
@@ -161,16 +155,12 @@ def test_a_real_vllm_is_probed_in_one_go(command: tuple[str, ...], model: str) -
         "max_num_batched_token"
     }
     assert default.values.items() >= {"enable_chunked_prefill": True, "max_model_len": 4096}.items()
-    assert (
-        unchunked.values.items() >= {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}.items()
-    )
+    assert unchunked.values.items() >= {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}.items()
     if found.platform == "cpu":
         expected = {"max_num_batched_tokens": 2048, "max_num_seqs": 128, "block_size": 128}
         assert default.values.items() >= expected.items()
     assert unknown.reason == "unrecognized arguments: --no-such-flag 1"
-    assert (too_small.reason or "").startswith(
-        "SchedulerConfig: max_num_batched_tokens (2048) is smaller than"
-    )
+    assert (too_small.reason or "").startswith("SchedulerConfig: max_num_batched_tokens (2048) is smaller than")
     assert not_a_number.reason == "argument --max-num-seqs: invalid int value: 'many'"
     assert "/no/such/model" in (no_model.reason or "")
 

@@ -44,14 +44,10 @@ def tune(folder: Path, vllm: str, *words: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def study(
-    folder: Path, vllm: str
-) -> Iterator[tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]]]:
+def study(folder: Path, vllm: str) -> Iterator[tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]]]:
     """A study of three trials: the default, and two that the sampler chose."""
     words = ["--trials", "3", "--name", "live", "--slo", "itl_p99=0.9x", "--slo", "ttft_p50.long=20x"]
-    done = subprocess.run(
-        tune(folder, vllm, *words), capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run(tune(folder, vllm, *words), capture_output=True, text=True, timeout=600, check=False)
     yield done, folder / "runs" / "live", RunFolder(folder / "runs" / "live").read_all()
     assert servers_of(folder) == []
 
@@ -77,7 +73,7 @@ def test_a_study_measures_the_default_and_what_the_sampler_chose(
 def test_the_servers_own_counters_agree_with_what_was_sent(
     study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]], folder: Path
 ) -> None:
-    """vLLM's token counters over the window equal the workload's: warm-up leaks into nothing."""
+    """VLLM's token counters over the window equal the workload's: warm-up leaks into nothing."""
     rows = [json.loads(line) for line in (folder / "window.jsonl").read_text().splitlines()]
     counters = study[2][0].repeats[0].counters
 
@@ -91,9 +87,7 @@ def test_the_client_agrees_with_vllms_own_histogram(
 ) -> None:
     """Mean TTFT by vLLM's own clock is the client's within the client's path: a few ms and some percent."""
     counters = json.loads((study[1] / "trials/0000/repeat-1/counters.json").read_text())
-    theirs = (
-        counters["vllm:time_to_first_token_seconds_sum"] / counters["vllm:time_to_first_token_seconds_count"]
-    )
+    theirs = counters["vllm:time_to_first_token_seconds_sum"] / counters["vllm:time_to_first_token_seconds_count"]
     ours = study[2][0].metrics["ttft_mean"]
 
     assert 0 <= ours - theirs < 0.02 + 0.15 * theirs
@@ -142,12 +136,8 @@ def test_the_export_starts_a_real_server_that_answers(
     with LocalLauncher().launch(wrapped, folder / "export") as deployment:
         with urllib.request.urlopen(f"{deployment.url}/v1/models", timeout=10) as response:
             model = json.load(response)["data"][0]["id"]
-        body = json.dumps(
-            {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 4, "ignore_eos": True}
-        ).encode()
-        request = urllib.request.Request(
-            f"{deployment.url}/v1/completions", body, {"Content-Type": "application/json"}
-        )
+        body = json.dumps({"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 4, "ignore_eos": True}).encode()
+        request = urllib.request.Request(f"{deployment.url}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             answer = json.load(response)
 

@@ -57,9 +57,7 @@ RULES: tuple[tuple[FailureKind, str, str | None], ...] = (
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _PROCESS = re.compile(r"^\((?P<process>[A-Za-z][\w-]*) pid=\d+\) ?")
-_LOGGER = re.compile(
-    r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[[^\]]*\] ?"
-)
+_LOGGER = re.compile(r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[[^\]]*\] ?")
 _LEVEL = re.compile(r"^(DEBUG|INFO|WARNING)\b")
 # "ValueError: ...", "torch.OutOfMemoryError: ...", "vllm: error: ..."; not a line that only mentions one.
 _ERROR = re.compile(
@@ -115,9 +113,7 @@ def diagnose(log: str, exit_code: int | None, *, otherwise: FailureKind = Failur
                 telling = _with_what_follows(lines, index)
                 return Diagnosis(kind, in_one_line(telling), telling, hint)
     if exit_code == -signal.SIGKILL or _CORE_KILLED.search(log):
-        return Diagnosis(
-            OOM, "killed by SIGKILL, as the kernel does when memory runs out", tail(lines), LESS_MEMORY
-        )
+        return Diagnosis(OOM, "killed by SIGKILL, as the kernel does when memory runs out", tail(lines), LESS_MEMORY)
     if causes:
         telling = _with_what_follows(lines, _deepest_first(lines, causes)[0])
         kind = BAD_ARGUMENT if exit_code == 2 else otherwise  # argparse's exit code

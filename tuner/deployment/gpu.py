@@ -88,10 +88,7 @@ def require_free(gpus: Sequence[Gpu]) -> None:
     """
     for gpu in gpus:
         if _is_busy(gpu):
-            who = (
-                ", ".join(f"pid {pid} ({name})" for pid, name in gpu.processes.items())
-                or "by an unlisted process"
-            )
+            who = ", ".join(f"pid {pid} ({name})" for pid, name in gpu.processes.items()) or "by an unlisted process"
             used = "" if gpu.memory_used is None else f", {gpu.memory_used / 2**30:.1f} GiB in use"
             raise HostError(
                 f"GPU {gpu.index} ({gpu.name}) is busy: {who}{used}",
@@ -144,9 +141,7 @@ def _is_visible(gpu: Gpu) -> bool:
     if visible is None:
         return True
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    return any(
-        name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)) for name in names
-    )
+    return any(name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)) for name in names)
 
 
 def _is_busy(gpu: Gpu) -> bool:

@@ -134,9 +134,7 @@ class Ward:
         survivors = self.family.end(TERM_PATIENCE, kill_patience=KILL_PATIENCE)
         if self.journal is not None:
             pids = [process.pid for process in survivors]
-            journal.append(
-                Path(self.journal), event="ended", marker=self.family.marker, by="guardian", left=pids
-            )
+            journal.append(Path(self.journal), event="ended", marker=self.family.marker, by="guardian", left=pids)
         if self.stop_command:
             run_stop_command(self.stop_command, STOP_COMMAND_DEADLINE, self.directory)
 

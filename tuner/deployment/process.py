@@ -80,9 +80,7 @@ class Server:
             return
         why = failures.diagnose(failures.read_tail(self.log), code, otherwise=FailureKind.DIED)
         how = failures.describe_exit(code)
-        raise ServerDied(
-            why.kind, f"the server ended while in use ({how}): {why.message}", hint=why.hint, log=why.log
-        )
+        raise ServerDied(why.kind, f"the server ended while in use ({how}): {why.message}", hint=why.hint, log=why.log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +164,7 @@ class LocalLauncher:
                 hint="give the container a --name and write stop_command: [docker, stop, NAME]",
             )
 
-    def _on_some_port(
-        self, stack: ExitStack, config: ServingConfig, directory: Path, guardian: Guardian
-    ) -> Server:
+    def _on_some_port(self, stack: ExitStack, config: ServingConfig, directory: Path, guardian: Guardian) -> Server:
         """Start the server, again on another port when somebody was faster."""
         fixed = config.args.get("port", self.port)
         for tries_left in reversed(range(PORT_TRIES)):
@@ -180,9 +176,7 @@ class LocalLauncher:
         raise AssertionError("the last try returns or raises")
 
     @contextmanager
-    def _server(
-        self, config: ServingConfig, directory: Path, guardian: Guardian, fixed_port: Any
-    ) -> Iterator[Server]:
+    def _server(self, config: ServingConfig, directory: Path, guardian: Guardian, fixed_port: Any) -> Iterator[Server]:
         host = str(config.args.get("host", self.host))
         gpus = gpu.choose(gpu.list_gpus(), len(self.gpus), self.gpus) if self.gpus else ()
         gpu.require_free(gpus)
@@ -196,9 +190,7 @@ class LocalLauncher:
             log = directory / f"server-{Role.ANY}-0.log"
             write_command(directory / "command.txt", argv, settings)
             # Before there is a process: from its first instruction on it is guarded and will be ended.
-            guardian.watch(
-                family, stop_command=list(self.stop_command), directory=str(Path.cwd()), journal=self._path
-            )
+            guardian.watch(family, stop_command=list(self.stop_command), directory=str(Path.cwd()), journal=self._path)
             stopping = Stopping(family, host, reservation.port, gpus, self.stop_command, self.stop_patience)
             stack.callback(self._stop, stopping, guardian)
             reservation.hand_over()
@@ -259,22 +251,15 @@ class LocalLauncher:
 
     def _write_down(self, server: Server) -> None:
         if self.journal is not None:
-            entry = {
-                name: getattr(server, name)
-                for name in ("role", "pid", "create_time", "marker", "host", "port")
-            }
-            journal.append(
-                self.journal, event="started", **entry, log=str(server.log), argv=list(server.argv)
-            )
+            entry = {name: getattr(server, name) for name in ("role", "pid", "create_time", "marker", "host", "port")}
+            journal.append(self.journal, event="started", **entry, log=str(server.log), argv=list(server.argv))
 
     def _stop(self, stopping: "Stopping", guardian: Guardian) -> None:
         with interrupts_held_back() as interrupts:
             left = stopping.end(interrupts)
             if self.journal is not None and stopping.process is not None:
                 code, marker = stopping.exit_code, stopping.family.marker
-                journal.append(
-                    self.journal, event="ended", marker=marker, by="tune", exit_code=code, left=list(left)
-                )
+                journal.append(self.journal, event="ended", marker=marker, by="tune", exit_code=code, left=list(left))
             if left:
                 # The guardian keeps it and tries once more when its pipe closes.
                 raise HostError(
@@ -402,9 +387,7 @@ def end_leftovers(path: Path) -> tuple[int, ...]:
         survivors = family.end(patience=10.0)
         if survivors:
             names = ", ".join(map(_name, survivors))
-            raise HostError(
-                f"left over from an earlier run and not to be ended: {names}", hint="end it by hand"
-            )
+            raise HostError(f"left over from an earlier run and not to be ended: {names}", hint="end it by hand")
         journal.append(path, event="ended", marker=entry["marker"], by="resume")
     return tuple(found)
 

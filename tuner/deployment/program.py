@@ -22,11 +22,7 @@ def locate(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
     beside = str(Path(sys.executable).parent)
     found = shutil.which(name, path=os.pathsep.join([env.get("PATH", os.defpath), beside]))
     if found is None:
-        hint = (
-            "see README, Install; or say where it is: command: [/path/to/vllm, serve]"
-            if name == "vllm"
-            else None
-        )
+        hint = "see README, Install; or say where it is: command: [/path/to/vllm, serve]" if name == "vllm" else None
         raise HostError(f"{name}: no such program", hint=hint)
     return [os.path.abspath(found), *rest]  # noqa: PTH100 (a link to a program may depend on its own place)
 

@@ -91,9 +91,7 @@ def _kind(action: argparse.Action) -> str:
         return "bool"
     convert = _innermost(action.type)
     name = "json" if convert is json.loads else getattr(convert, "__name__", "str")
-    kind = {"human_readable_int": "int", "human_readable_int_or_auto": "int", "parse_dataclass": "json"}.get(
-        name, name
-    )
+    kind = {"human_readable_int": "int", "human_readable_int_or_auto": "int", "parse_dataclass": "json"}.get(name, name)
     kind = kind if kind in {"int", "float", "str", "json"} else "str"
     return f"list[{kind}]" if action.nargs in {"+", "*"} else kind
 

@@ -151,9 +151,7 @@ class Tape:
         n = len(due)
         self.due, self.anchor = due, time.perf_counter()
         self.input_len, self.output_len = input_len, output_len
-        self.sent, self.ended, self.prompt_tokens, self.completion_tokens = (
-            np.full(n, np.nan) for _ in range(4)
-        )
+        self.sent, self.ended, self.prompt_tokens, self.completion_tokens = (np.full(n, np.nan) for _ in range(4))
         self.error = [NEVER_SENT] * n
         self.chunks: list[tuple[array[float], array[float]]] = [(array("d"), array("d"))] * n
         self.messages: dict[str, str] = {}
@@ -248,9 +246,7 @@ def _kind(failure: Exception) -> str:
         return NO_SOCKET
     if isinstance(failure, aiohttp.ClientConnectorError | ConnectionRefusedError):
         return REFUSED
-    lost = (
-        aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | ConnectionError
-    )
+    lost = aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | ConnectionError
     return RESET if isinstance(failure, lost) else BROKEN
 
 

@@ -21,9 +21,7 @@ from tuner.workload import Request
 
 Ids = npt.NDArray[np.int64]
 
-_GOLDEN, _FIRST, _SECOND = (
-    np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+_GOLDEN, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def ordinary_tokens(vocab_size: int) -> range:

@@ -44,9 +44,7 @@ def warm_up_rows(workload: Workload, *, duration: float, seed: int) -> tuple[Req
     drawn = [longest, *(workload.requests[i] for i in rng.integers(len(workload.requests), size=count - 1))]
     arrivals = np.sort(rng.uniform(0, duration, size=count))
     return tuple(
-        replace(
-            row, arrival=float(at), block_ids=None, block_size=None, prompt=None, session=None, parent=None
-        )
+        replace(row, arrival=float(at), block_ids=None, block_size=None, prompt=None, session=None, parent=None)
         for row, at in zip(drawn, arrivals, strict=True)
     )
 

@@ -108,7 +108,9 @@ class Study:
         if budget.trials is not None and len(counted) >= budget.trials:
             return False
         if budget.trials is not None and len(self.results) >= 5 * budget.trials + 20:
-            log.warning("stopped: %d trials for a budget of %d; most were lost or repeats", len(self.results), budget.trials)
+            log.warning(
+                "stopped: %d trials for a budget of %d; most were lost or repeats", len(self.results), budget.trials
+            )
             return False
         if budget.time is None:
             return True
@@ -224,7 +226,8 @@ class Study:
             )
         if failure.kind.is_configurations_fault and any(s.relative is not None for s in self.spec.slo):
             raise SpecError(
-                f"the default could not be measured ({failure.kind}: {failure.message}), so a relative SLO has no meaning",
+                f"the default could not be measured ({failure.kind}: {failure.message}), "
+                "so a relative SLO has no meaning",
                 hint="give absolute limits, such as itl_p99=50ms",
             )
 
@@ -233,10 +236,10 @@ class Study:
         return any(t.state == TrialState.WAITING and t.user_attrs.get("label") == label for t in trials)
 
     def _check_host(self) -> None:
-        lost = [r for r in self.results[-LOST_IN_A_ROW:] if not _settled(r)]
+        lost = [r.failure for r in self.results[-LOST_IN_A_ROW:] if r.failure and not _settled(r)]
         if len(lost) == LOST_IN_A_ROW:
             raise HostError(
-                f"{LOST_IN_A_ROW} trials in a row were lost through no fault of theirs; the last: {lost[-1].failure and lost[-1].failure.message}",
+                f"{len(lost)} trials in a row were lost through no fault of theirs; the last: {lost[-1].message}",
                 hint="is something else running on this machine? tune doctor looks",
             )
 
@@ -255,7 +258,9 @@ class Study:
             trial.set_constraint(slo.metric, violated)
         if result.same_as is not None:
             trial.set_user_attr("same_as", result.same_as)
-        values = [math.log(result.metrics[m]) if result.metrics.get(m, 0) > 0 else WORST for m in self.spec.objective_metrics]
+        values = [
+            math.log(result.metrics[m]) if result.metrics.get(m, 0) > 0 else WORST for m in self.spec.objective_metrics
+        ]
         self.optuna.tell(number, [min(v, WORST) for v in values])
 
 

@@ -94,9 +94,7 @@ def resolve(topology: Topology, values: Mapping[str, Json], spec: StudySpec, hos
     args: Values = dict(spec.engine_args) | dict(values)
     _settle_budget(args, spec, host)
     _settle_threshold(args, host)
-    return ServingConfig(
-        model=spec.model, args=args, env=spec.env, topology=topology, command=spec.vllm.command
-    )
+    return ServingConfig(model=spec.model, args=args, env=spec.env, topology=topology, command=spec.vllm.command)
 
 
 def default_config(spec: StudySpec) -> ServingConfig:
@@ -200,7 +198,9 @@ def describe(spec: StudySpec) -> list[str]:
                 lines.append(f"{name}: one of {', '.join(str(v) for v in dimension.values)}")
             case Fraction():
                 off = "off, or " if dimension.off else ""
-                lines.append(f"{name}: {off}{dimension.low:g} to {dimension.high:g} of {dimension.fraction_of}, log scale")
+                lines.append(
+                    f"{name}: {off}{dimension.low:g} to {dimension.high:g} of {dimension.fraction_of}, log scale"
+                )
     if len(spec.topologies) > 1:
         lines.append(f"topology: one of {', '.join(str(t) for t in spec.topologies)}")
     return lines

@@ -27,7 +27,9 @@ def open_study(storage: str, spec: StudySpec) -> optuna.Study:
             study_name=spec.name, storage=storage, directions=["minimize", "minimize"], load_if_exists=True
         )
     except optuna.exceptions.StorageInternalError as error:
-        raise HostError(f"Optuna storage {storage}: {error}", hint="is the disk full or the database locked?") from error
+        raise HostError(
+            f"Optuna storage {storage}: {error}", hint="is the disk full or the database locked?"
+        ) from error
     if "uid" not in study.user_attrs:
         study.set_user_attr("uid", uuid.uuid4().hex[:16])
     return study
