@@ -1,13 +1,14 @@
 """What a person at the terminal sees, and that not seeing it hurts nobody."""
 
+import contextlib
 import io
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 from study_data import budgets, failed, study
@@ -37,28 +38,39 @@ def lines(spec: StudySpec | None = None, known: int = 0) -> list[str]:
     return re.sub(r"; about \d+ s left", "", out.getvalue()).splitlines()
 
 
+class Terminal:
+    """A pseudo-terminal that somebody looks at: what is written to `stream` is read at once into `shown`."""
+
+    def __init__(self) -> None:
+        self.master, slave = os.openpty()
+        self.stream = os.fdopen(slave, "w")
+        self.shown = ""
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := os.read(self.master, 1 << 16):
+                self.shown += chunk.decode(errors="replace")
+
+    def waits_for(self, text: str) -> bool:
+        end = time.monotonic() + 5
+        while text not in self.shown and time.monotonic() < end:
+            time.sleep(0.02)
+        return text in self.shown
+
+
 @contextmanager
-def terminal(columns: int) -> Iterator[tuple[TextIO, int]]:
-    """A pseudo-terminal of that width: the side a program writes to, and the other end."""
-    import fcntl
-    import struct
-    import termios
-
-    master, slave = os.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-    with os.fdopen(slave, "w") as stream:
-        yield stream, master
-
-
-def read(master: int) -> str:
-    os.set_blocking(master, False)
-    chunks = []
+def terminal() -> Iterator[Terminal]:
+    """A terminal; it is gone afterwards."""
+    seen = Terminal()
     try:
-        while chunk := os.read(master, 1 << 16):
-            chunks.append(chunk)
-    except (BlockingIOError, OSError):
-        pass
-    return b"".join(chunks).decode()
+        yield seen
+    finally:
+        with contextlib.suppress(OSError):
+            seen.stream.close()
+        seen.reader.join(5)
+        os.close(seen.master)
 
 
 def test_a_pipe_gets_a_line_an_event() -> None:
@@ -107,46 +119,56 @@ def test_outside_text_cannot_drive_the_terminal() -> None:
     assert "failed (crash): [2Jgone lost" in out.getvalue()
 
 
-def test_a_terminal_gets_a_live_view() -> None:
+def test_a_terminal_gets_a_live_view(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the study is, what runs now, the promise, the best so far and the last trials."""
-    with terminal(140) as (stream, master):
-        sink = ConsoleSink(stream)
-        results = budgets()[:5]
-        sink.study_started(study(), results)
+    monkeypatch.setenv("COLUMNS", "200")
+    with terminal() as seen:
+        sink = ConsoleSink(seen.stream)
+        sink.study_started(study(), budgets()[:5])
         sink.trial_started(6, budgets()[6].config, "")
         sink.phase("replay 1 of 2", expected=32.0)
-        time.sleep(0.1)
-        shown = read(master)
-        sink.close()
-        sink.close()
-        after = read(master)
 
-    assert "quickstart: 6 of 8" in shown
-    assert "trial 6 (max_num_batched_tokens 128): replay 1 of 2, 0 s of about 32 s" in shown
-    assert "met by 1 of 5 so far; best: trial 4 (max_num_batched_tokens 256), ITL p99 101 ms (-75 %)" in shown
-    assert "\x1b[?25h" in after, "the cursor is back"
+        assert seen.waits_for("quickstart: 6 of 8")
+        assert seen.waits_for("trial 6 (max_num_batched_tokens 128): replay 1 of 2, 0 s of about 32 s")
+        assert seen.waits_for(
+            "met by 1 of 5 so far; best: trial 4 (max_num_batched_tokens 256), ITL p99 101 ms (-75 %)"
+        )
+        sink.close()
+        sink.close()
+        assert seen.waits_for("\x1b[?25h"), "the cursor is back"
 
 
 @pytest.mark.parametrize("columns", [1, 10, 40, 400])
-def test_any_width_will_do(columns: int) -> None:
+def test_any_width_will_do(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny terminal gets less, not a traceback."""
-    with terminal(columns) as (stream, master):
-        drive(ConsoleSink(stream))
-        assert read(master)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with terminal() as seen:
+        drive(ConsoleSink(seen.stream))
+        assert seen.waits_for("\x1b[?25h")
 
 
 def test_a_terminal_that_goes_away_is_no_news() -> None:
-    """The window is closed in the middle of a study."""
-    with terminal(80) as (stream, master):
-        sink = ConsoleSink(stream)
-        sink.study_started(study(), [])
-        os.close(master)
-        for result in budgets():
-            sink.trial_started(result.number, result.config, result.label)
-            sink.trial_ended(result, [result])
-        sink.study_ended(budgets())
-        with pytest.raises(OSError, match="Input/output"):
-            os.write(stream.fileno(), b"x")
+    """The window is closed in the middle of a study: the stream fails, the study does not."""
+
+    class Gone(io.StringIO):
+        fails = False
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            if self.fails:
+                raise OSError(5, "Input/output error")
+            return super().write(text)
+
+    stream = Gone()
+    sink = ConsoleSink(stream)
+    sink.study_started(study(), [])
+    stream.fails = True
+    for result in budgets():
+        sink.trial_started(result.number, result.config, result.label)
+        sink.trial_ended(result, [result])
+    sink.study_ended(budgets())
 
 
 def test_a_broken_pipe_is_no_news() -> None:

@@ -29,7 +29,19 @@ from tuner.sinks.mlflow import MlflowSink, embedded
 from tuner.sinks.pages import WorkloadFacts
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-port=0", "--window-size=1500,1200"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+    "--window-size=1500,1200",
+]
 STAR = (0xE6, 0x9F, 0x00)
 
 pytestmark = [
@@ -105,9 +117,7 @@ class server:  # noqa: N801 (reads as a context)
             "PATH": "/usr/bin:/bin",
         }
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                self.argv, stdout=out, stderr=out, env=env, start_new_session=True
-            )
+            self.process = subprocess.Popen(self.argv, stdout=out, stderr=out, env=env, start_new_session=True)
         wait_for(lambda: answers(f"http://127.0.0.1:{self.port}/health"), 90, self.log.read_text)
 
     def __exit__(self, *_: object) -> None:
@@ -121,15 +131,15 @@ class server:  # noqa: N801 (reads as a context)
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:  # noqa: S310
+        with urllib.request.urlopen(url, timeout=2) as response:
             return bool(response.status == 200)
     except OSError:
         return False
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})  # noqa: S310
-    with urllib.request.urlopen(request, timeout=20) as response:  # noqa: S310
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as response:
         return json.load(response)
 
 
@@ -191,9 +201,9 @@ async def opened(url: str, profile: Path) -> AsyncIterator[Page]:
         process.wait(20)
 
 
-async def shows(page: Page, words: tuple[str, ...], timeout: float = 60) -> str:
+async def shows(page: Page, words: tuple[str, ...], within: float = 60) -> str:
     """Wait until the page has all these words; returns its text."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + within
     while True:
         text = await page.text()
         missing = [word for word in words if word not in text]
@@ -203,9 +213,9 @@ async def shows(page: Page, words: tuple[str, ...], timeout: float = 60) -> str:
         await asyncio.sleep(0.5)
 
 
-async def shows_colour(page: Page, colour: tuple[int, int, int], timeout: float = 60) -> int:
+async def shows_colour(page: Page, colour: tuple[int, int, int], within: float = 60) -> int:
     """Wait until pixels of this colour are there; returns how many."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + within
     while True:
         pixels = np.rint(imread(io.BytesIO(await page.png()))[..., :3] * 255).astype(int)
         found = int((np.abs(pixels - np.array(colour)).max(axis=-1) <= 2).sum())
@@ -220,9 +230,7 @@ def test_the_parent_page_answers_before_anyone_clicks(ui: Ui, tmp_path: Path) ->
     async def look() -> None:
         url = f"{ui.base}/#/experiments/{ui.experiment}/runs/{ui.parent}?workflowType=machine_learning"
         async with opened(url, tmp_path / "profile") as page:
-            text = await shows(
-                page, ("SLO met by 1 of 8 trials", "t00 default", "t04 b256", "t08 l256", "chat")
-            )
+            text = await shows(page, ("SLO met by 1 of 8 trials", "t00 default", "t04 b256", "t08 l256", "chat"))
             save(await page.png(), "parent")
             assert "recommended, trial 4" in text
 
@@ -248,9 +256,7 @@ def test_the_saved_view_lists_the_trials_with_the_columns_that_matter(ui: Ui, tm
 
     async def look() -> None:
         async with opened(ui.review, tmp_path / "profile") as page:
-            text = await shows(
-                page, ("Pareto review: quickstart", "t06 b128", "t05 b65536", "8 matching runs")
-            )
+            text = await shows(page, ("Pareto review: quickstart", "t06 b128", "t05 b65536", "8 matching runs"))
             await shows(page, ("itl_p99_ms", "max_num_batched"))
             save(await page.png(), "review")
             assert text.index("t06 b128") < text.index("t00 default") < text.index("t05 b65536")

@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from optuna._hypervolume import compute_hypervolume  # type: ignore[attr-defined]
+from optuna._hypervolume import compute_hypervolume
 from study_data import X, Y, budgets, config, failed, trial
 
 from tuner import results
@@ -169,8 +169,7 @@ def test_a_result_survives_the_disk(result: TrialResult) -> None:
 
     assert back.metrics == pytest.approx(result.metrics)
     assert [r.metrics for r in back.repeats] == [pytest.approx(r.metrics) for r in result.repeats]
-    same = {"metrics": result.metrics, "repeats": result.repeats}
-    assert dataclasses.replace(back, **same) == dataclasses.replace(result, **same)
+    assert dataclasses.replace(back, metrics=result.metrics, repeats=result.repeats) == result
     assert results.to_json(back) == results.to_json(results.from_json(results.to_json(back)))
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tuner import spec
+from tuner.dimensions import Choice, Fraction, IntRange
 from tuner.errors import SpecError
-from tuner.spec import Choice, Fraction, IntRange
 
 GOOD = """\
 name: chat

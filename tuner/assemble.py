@@ -17,17 +17,18 @@ from tuner import plan as plans
 from tuner import spec as specs
 from tuner import workload as workloads
 from tuner.deployment.process import LocalLauncher, end_leftovers
+from tuner.deployment.program import as_typed
 from tuner.errors import ExitCode, HostError, Interrupted, SpecError
 from tuner.evaluate import LiveEvaluator
 from tuner.plan import Plan
-from tuner.results import TrialResult, config_from_json, config_to_json, front
+from tuner.results import TrialResult, config_from_json, config_to_json, front, limits
 from tuner.seams import Sink
 from tuner.sinks import verdict as words
 from tuner.sinks.console import ConsoleSink
 from tuner.sinks.runfolder import RunFolder, write_atomically, write_json
 from tuner.spec import StudySpec
 from tuner.study import store
-from tuner.study.loop import Study, resolved_slos
+from tuner.study.loop import Study
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +115,18 @@ def _conduct(plan: Plan, folder: RunFolder, where: Where) -> int:
     sinks: list[Sink] = [ConsoleSink(), *([mirror] if mirror else [])]
     version = plan.vllm.version if plan.vllm else None
     study = Study(spec, optuna_study, folder, evaluator, sinks, plan.host, plan.baseline, version)
-    _say(f"run folder {folder.path}; continue it after an interruption with: tune run --resume {folder.path}")
+    _say(f"run folder {folder.path}; continue it after an interruption with: {_resuming(folder)}")
     try:
         results = study.run()
     except Interrupted as error:
-        raise Interrupted(
-            error.message, hint=f"continue with: tune run --resume {shlex.quote(str(folder.path))}"
-        ) from None
+        raise Interrupted(error.message, hint=f"continue with: {_resuming(folder)}") from None
     sys.stdout.write(_closing(spec, results, folder, mirror))
     sys.stdout.flush()
     return _exit_code(spec, results)
+
+
+def _resuming(folder: RunFolder) -> str:
+    return f"{as_typed('tune')} run --resume {shlex.quote(str(folder.path))}"
 
 
 def _say(text: str) -> None:
@@ -156,23 +159,25 @@ def _exit_code(spec: StudySpec, results: Sequence[TrialResult]) -> int:
 
 def _closing(spec: StudySpec, results: Sequence[TrialResult], folder: RunFolder, mirror: Any) -> str:
     """Return the last words of a study: verdict, Pareto front, what to do next."""
-    lines = [words.verdict(spec, results), ""]
+    parts, commands = [words.verdict(spec, results)], []
     if any(r.is_measured for r in results):
         best = exporting.pick(results, spec, "best")
         exported = _export(best, spec, results, folder, folder.path / "best")
-        lines += [_front_table(spec, results), "Next:", f"  {exported.start_line}"]
-    else:
-        lines += ["Next:"]
-    lines += [f"  tune show {shlex.quote(str(folder.path))}", *([f"  {mirror.hint()}"] if mirror else [])]
-    return "\n".join(lines) + "\n"
+        parts.append(_front_table(spec, results))
+        commands.append(exported.start_line)
+    commands.append(f"{as_typed('tune')} show {shlex.quote(str(folder.path))}")
+    if mirror is not None:
+        commands += mirror.hint(as_typed("mlflow")).splitlines()
+        parts += [] if mirror.synced else [f"MLflow lacks a part of this run; {_resuming(folder)} sends it."]
+    return "\n".join([*parts, "Next:", *(f"  {command}" for command in commands)]) + "\n"
 
 
 def _front_table(spec: StudySpec, results: Sequence[TrialResult]) -> str:
     """Return the Pareto front beside the default and the baseline."""
     x, y = spec.objective_metrics
     numbers = {r.number for r in front(results, x, y)}
-    shown = [r for r in results if r.number in numbers or (r.label and r.is_measured and r.same_as is None)]
-    return f"Pareto front of {x} against {y}:\n{_rendered(words.render_trials(spec, shown))}"
+    shown = numbers | {r.number for r in results if r.label and r.is_measured and r.same_as is None}
+    return f"Pareto front of {x} against {y}:\n{_rendered(words.render_trials(spec, results, only=shown))}"
 
 
 def _rendered(renderable: Any) -> str:
@@ -208,7 +213,7 @@ def export_run(target: Path, out: Path | None, pick: str) -> str:
     spec, results = folder.spec, folder.read_all()
     chosen = exporting.pick(results, spec, pick)
     exported = _export(chosen, spec, results, folder, out or folder.path / "best")
-    slos = resolved_slos(spec, results)
+    slos = limits(spec.slo, results)
     missed = [s for s in slos if chosen.excess.get(s.metric, 1) > 0]
     miss = f"; it does NOT meet {', '.join(s.metric for s in missed)}" if missed else ""
     written = " and ".join(str(f) for f in exported.files)
@@ -224,4 +229,4 @@ def _export(
         + "".join(f"; {t}" for t in workload["transforms"]),
         "Run folder": folder.path.name,
     }
-    return exporting.write(chosen, spec, resolved_slos(spec, results), out, facts)
+    return exporting.write(chosen, spec, limits(spec.slo, results), out, facts, as_typed(chosen.config.command[0]))

@@ -67,7 +67,14 @@ def _numbered(found: Sequence[TrialResult], number: int) -> TrialResult:
     return result
 
 
-def write(result: TrialResult, spec: StudySpec, slos: Sequence[Slo], out: Path, facts: Mapping[str, str]) -> Exported:
+def write(  # noqa: PLR0917 (what, of which study, where to)
+    result: TrialResult,
+    spec: StudySpec,
+    slos: Sequence[Slo],
+    out: Path,
+    facts: Mapping[str, str],
+    program: str | None = None,
+) -> Exported:
     """Write `serve.yaml` and `serve.env` into a folder and return the line that starts the server.
 
     Args:
@@ -76,17 +83,18 @@ def write(result: TrialResult, spec: StudySpec, slos: Sequence[Slo], out: Path, 
         slos: the study's SLOs with their limits in numbers.
         out: folder, made if it is not there.
         facts: further lines of provenance, by name.
+        program: how the reader's shell finds the command's program, where its bare name would not do.
     """
     out.mkdir(parents=True, exist_ok=True)
     yaml_file, env_file = out / "serve.yaml", out / "serve.env"
     yaml_file.write_text(serve_yaml(result, spec, slos, facts), encoding="utf-8")
     env_file.write_text(serve_env(result.config), encoding="utf-8")
-    return Exported((yaml_file, env_file), start_line(result.config, yaml_file, env_file))
+    return Exported((yaml_file, env_file), start_line(result.config, yaml_file, env_file, program))
 
 
-def start_line(config: ServingConfig, yaml_file: Path, env_file: Path) -> str:
+def start_line(config: ServingConfig, yaml_file: Path, env_file: Path, program: str | None = None) -> str:
     """Return the shell line that starts the exported configuration."""
-    serve = shlex.join([*config.command, "--config", str(yaml_file)])
+    serve = shlex.join([program or config.command[0], *config.command[1:], "--config", str(yaml_file)])
     return f"( set -a; . {shlex.quote(_dotted(env_file))}; exec {serve} )" if config.env else serve
 
 

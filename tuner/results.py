@@ -13,6 +13,7 @@ from tuner import units
 from tuner.errors import FailureKind
 from tuner.metrics import Metrics
 from tuner.serving import SINGLE, Json, Role, ServingConfig, Topology
+from tuner.slo import Slo
 
 NOISE = 0.02
 """Two measurements of one configuration differ by about this much; see README, "How sure is it?"."""
@@ -179,6 +180,13 @@ def default_of(results: Iterable[TrialResult]) -> TrialResult | None:
     """Return the trial of vLLM's own default; a measured one when there are several."""
     marked = [r for r in results if r.label == "default"]
     return min(marked, key=lambda r: (not r.is_measured, r.number)) if marked else None
+
+
+def limits(slos: Iterable[Slo], results: Iterable[TrialResult]) -> tuple[Slo, ...]:
+    """Return SLOs with relative limits in numbers, once the default is measured."""
+    default = default_of(results)
+    known = default.metrics if default is not None and default.is_measured else {}
+    return tuple(slo.against(known) for slo in slos)
 
 
 def differences(config: ServingConfig, default: TrialResult | None) -> dict[str, Json]:

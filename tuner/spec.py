@@ -14,13 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
-    Discriminator,
     Field,
     PlainSerializer,
-    Tag,
     ValidationError,
     model_validator,
 )
@@ -31,6 +27,7 @@ from ruamel.yaml.error import MarkedYAMLError
 
 from tuner import slo as slos
 from tuner import units
+from tuner.dimensions import DEFAULT_SPACE, Dimension, Fraction, IntRange, Part
 from tuner.errors import SpecError
 from tuner.metrics import DEFAULT_CLASSES
 from tuner.serving import Json, Topology
@@ -39,10 +36,6 @@ from tuner.slo import Slo
 SECRET = re.compile(r"(^|_)(TOKEN|API_KEY|KEY|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
 TINY_MODEL = "tune/tiny-qwen2"
 OWN_ARGS = ("host", "port", "config", "model", "model_tag", "api_key", "uds")
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
 
 
 def _seconds(value: object) -> object:
@@ -60,114 +53,7 @@ Duration = Annotated[
 ]
 
 
-class IntRange(_Part):
-    """Whole numbers from low to high; on a log scale `grid` points per octave (0: every number)."""
-
-    low: int
-    high: int
-    log: bool = False
-    step: int = Field(default=1, ge=1)
-    grid: int | None = Field(default=None, ge=0, le=16)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_range(cls, data: object) -> object:
-        if not isinstance(data, Mapping | IntRange):
-            raise ValueError(  # noqa: TRY004 (pydantic turns a ValueError into a line of its report)
-                f"{data!r} is not a range: write {{low: 512, high: 8192, log: true}} or a list of values; "
-                "to fix a value put it under engine_args"
-            )
-        return data
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "IntRange":
-        _check_order(self.low, self.high, log=self.log)
-        if self.log and self.step != 1:
-            raise ValueError("step and log exclude each other; use grid: points per octave")
-        return self
-
-
-class FloatRange(_Part):
-    """Numbers from low to high."""
-
-    low: float
-    high: float
-    log: bool = False
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "FloatRange":
-        _check_order(self.low, self.high, log=self.log)
-        return self
-
-
-class Choice(_Part):
-    """One of a list of values."""
-
-    values: tuple[bool | int | float | str, ...] = Field(min_length=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_list(cls, data: object) -> object:
-        return {"values": tuple(data)} if isinstance(data, list | tuple) else data
-
-    @model_validator(mode="after")
-    def _distinct(self) -> "Choice":
-        if len({(type(v), v) for v in self.values}) != len(self.values):
-            raise ValueError("the same value twice")
-        return self
-
-
-class Fraction(_Part):
-    """A share of another argument, or off (the argument is not given)."""
-
-    fraction_of: str
-    low: float = Field(gt=0, le=1)
-    high: float = Field(gt=0, le=1)
-    off: bool = True
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "Fraction":
-        _check_order(self.low, self.high, log=True)
-        return self
-
-
-def _check_order(low: float, high: float, *, log: bool) -> None:
-    if low >= high:
-        raise ValueError(f"low {low:g} must be below high {high:g}; to fix a value put it under engine_args")
-    if log and low <= 0:
-        raise ValueError(f"a log scale needs low above zero, not {low:g}")
-
-
-def _dimension_form(value: object) -> str:
-    if isinstance(value, Choice | list | tuple):
-        return "choice"
-    if isinstance(value, Fraction) or (isinstance(value, Mapping) and ("fraction_of" in value or "off" in value)):
-        return "fraction"
-    if isinstance(value, IntRange | FloatRange):
-        return "ints" if isinstance(value, IntRange) else "floats"
-    if isinstance(value, Mapping):
-        if "values" in value:
-            return "choice"
-        bounds = (value.get("low"), value.get("high"))
-        return "floats" if any(isinstance(bound, float) for bound in bounds) else "ints"
-    return "ints"  # which then says what a range looks like
-
-
-Dimension = Annotated[
-    Annotated[IntRange, Tag("ints")]
-    | Annotated[FloatRange, Tag("floats")]
-    | Annotated[Choice, Tag("choice")]
-    | Annotated[Fraction, Tag("fraction")],
-    Discriminator(_dimension_form),
-]
-
-DEFAULT_SPACE: dict[str, Any] = {
-    "max_num_batched_tokens": {"low": 256, "high": 16384, "log": True},
-    "long_prefill_token_threshold": {"fraction_of": "max_num_batched_tokens", "low": 0.0625, "high": 0.5},
-}
-
-
-class Vllm(_Part):
+class Vllm(Part):
     """The program that serves, and how long it may take to start and stop."""
 
     command: Annotated[
@@ -181,7 +67,7 @@ class Vllm(_Part):
     port: int | None = Field(default=None, ge=1, le=65535)
 
 
-class WorkloadSpec(_Part):
+class WorkloadSpec(Part):
     """Which recorded workload, and how it is replayed."""
 
     path: str
@@ -191,7 +77,7 @@ class WorkloadSpec(_Part):
     classes: dict[str, tuple[int, int]] = Field(default_factory=lambda: dict(DEFAULT_CLASSES))
 
 
-class Budget(_Part):
+class Budget(Part):
     """When a study ends: measured trials, wall time, or whichever comes first."""
 
     trials: int | None = Field(default=None, ge=1)
@@ -204,7 +90,7 @@ class Budget(_Part):
         return self
 
 
-class Objectives(_Part):
+class Objectives(Part):
     """The two metrics of the Pareto front, both minimised."""
 
     ttft: str
@@ -258,7 +144,7 @@ def _json(value: Any) -> Json:
     return [_json(v) for v in value] if isinstance(value, tuple | list) else value
 
 
-class StudySpec(_Part):
+class StudySpec(Part):
     """A study: what is served, what is varied, on which traffic, with which promise and budget."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")

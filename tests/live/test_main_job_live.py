@@ -15,13 +15,17 @@ import pytest
 
 from tests.test_cli import servers_of, wait_for
 from tuner.deployment.process import LocalLauncher
+from tuner.errors import FailureKind
 from tuner.results import TrialResult
 from tuner.serving import ServingConfig
 from tuner.sinks.runfolder import RunFolder
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 REPO = Path(__file__).resolve().parents[2]
+Study = tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]]
 SECONDS = 8.0
+# Eight blocks of 128 tokens do not hold one request of 4,096.
+TOO_SMALL = "--max-model-len 4096 --max-num-seqs 32 --enforce-eager --num-gpu-blocks-override 8"
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +48,19 @@ def tune(folder: Path, vllm: str, *words: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def study(folder: Path, vllm: str) -> Iterator[tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]]]:
-    """A study of three trials: the default, and two that the sampler chose."""
-    words = ["--trials", "3", "--name", "live", "--slo", "itl_p99=0.9x", "--slo", "ttft_p50.long=20x"]
+def study(folder: Path, vllm: str) -> Iterator[Study]:
+    """A study of four trials: the default, a baseline that runs out of memory, and two that the sampler chose."""
+    words = ["--trials", "4", "--name", "live", "--slo", "itl_p99=0.9x", "--slo", "ttft_p50.long=20x"]
+    words += ["--baseline", f"vllm serve {TOO_SMALL}"]
     done = subprocess.run(tune(folder, vllm, *words), capture_output=True, text=True, timeout=600, check=False)
     yield done, folder / "runs" / "live", RunFolder(folder / "runs" / "live").read_all()
     assert servers_of(folder) == []
 
 
 def test_a_study_measures_the_default_and_what_the_sampler_chose(
-    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]],
+    study: Study,
 ) -> None:
-    """Three real trials; the values vLLM chose for its default are read back; tokens are token-true."""
+    """Three measured trials beside the failed one; the values vLLM chose for its default are read back; tokens are token-true."""
     done, _, results = study
 
     assert done.returncode in {0, 3}, done.stderr
@@ -70,9 +75,20 @@ def test_a_study_measures_the_default_and_what_the_sampler_chose(
         assert result.metrics["tokens_per_chunk_mean"] >= 1
 
 
-def test_the_servers_own_counters_agree_with_what_was_sent(
-    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]], folder: Path
+def test_out_of_memory_at_start_is_a_classified_trial(
+    study: Study,
 ) -> None:
+    """The baseline's cache is too small for one request: vLLM's own line says so, and the study went on."""
+    failed = study[2][1]
+
+    assert failed.label == "baseline"
+    assert failed.failure is not None
+    assert failed.failure.kind is FailureKind.OOM
+    assert any("KV cache" in line for line in failed.failure.log)
+    assert failed.metrics == {}
+
+
+def test_the_servers_own_counters_agree_with_what_was_sent(study: Study, folder: Path) -> None:
     """VLLM's token counters over the window equal the workload's: warm-up leaks into nothing."""
     rows = [json.loads(line) for line in (folder / "window.jsonl").read_text().splitlines()]
     counters = study[2][0].repeats[0].counters
@@ -83,7 +99,7 @@ def test_the_servers_own_counters_agree_with_what_was_sent(
 
 
 def test_the_client_agrees_with_vllms_own_histogram(
-    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]],
+    study: Study,
 ) -> None:
     """Mean TTFT by vLLM's own clock is the client's within the client's path: a few ms and some percent."""
     counters = json.loads((study[1] / "trials/0000/repeat-1/counters.json").read_text())
@@ -94,7 +110,7 @@ def test_the_client_agrees_with_vllms_own_histogram(
 
 
 def test_the_study_is_mirrored_with_its_front(
-    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]],
+    study: Study,
 ) -> None:
     """One parent, a child a trial, the front as HTML, PNG and table on the parent."""
     code = """
@@ -118,22 +134,13 @@ print(all("ttft_p99_ms" in r.data.metrics and "max_num_batched_tokens" in r.data
     assert said[1] == "True"
 
 
-def test_the_export_starts_a_real_server_that_answers(
-    study: tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]], folder: Path, vllm: str
-) -> None:
+def test_the_export_starts_a_real_server_that_answers(study: Study, folder: Path, vllm: str) -> None:
     """`vllm serve --config best/serve.yaml` with its environment serves a completion."""
     best = study[1] / "best"
-    assert (best / "serve.yaml").is_file()
-    command = (
-        "sh",
-        "-c",
-        f'set -a; . "{best}/serve.env"; exec "{vllm}" serve --config "{best}/serve.yaml" "$@"',
-        "sh",
-    )
-    config = ServingConfig("", command=command)
-    wrapped = _WithoutModel(config)
+    script = f'shift; set -a; . "{best}/serve.env"; exec "{vllm}" serve --config "{best}/serve.yaml" "$@"'
+    config = ServingConfig("dropped by shift: the file names the model", command=("sh", "-c", script, "sh"))
 
-    with LocalLauncher().launch(wrapped, folder / "export") as deployment:
+    with LocalLauncher().launch(config, folder / "export") as deployment:
         with urllib.request.urlopen(f"{deployment.url}/v1/models", timeout=10) as response:
             model = json.load(response)["data"][0]["id"]
         body = json.dumps({"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 4, "ignore_eos": True}).encode()
@@ -142,10 +149,6 @@ def test_the_export_starts_a_real_server_that_answers(
             answer = json.load(response)
 
     assert answer["usage"]["completion_tokens"] == 4
-
-
-def _WithoutModel(config: ServingConfig) -> ServingConfig:  # noqa: N802
-    return config
 
 
 def test_kill_minus_9_in_mid_replay_leaves_no_server_and_the_run_resumes(folder: Path, vllm: str) -> None:

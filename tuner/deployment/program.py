@@ -27,6 +27,15 @@ def locate(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
     return [os.path.abspath(found), *rest]  # noqa: PTH100 (a link to a program may depend on its own place)
 
 
+def as_typed(name: str) -> str:
+    """Return how a program is called from the user's shell: by its name if that is found, else by its path."""
+    beside = Path(sys.executable).parent / name
+    if "/" in name or shutil.which(name) is not None or not beside.exists():
+        return name
+    here = os.path.relpath(beside)
+    return here if not here.startswith("..") else str(beside)
+
+
 def starts_container(command: Sequence[str]) -> bool:
     """Whether the command starts a container, which then is not among our processes."""
     words = [Path(word).name for word in command]

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from tuner import slo as slos
 from tuner.errors import FailureKind
-from tuner.results import TrialResult, default_of, differences, feasible, recommend
+from tuner.results import TrialResult, default_of, differences, feasible, limits, recommend
 from tuner.serving import ServingConfig
 from tuner.sinks.verdict import (
     change,
@@ -27,7 +27,6 @@ from tuner.sinks.verdict import (
     configuration_of,
     counts,
     describe_slo,
-    limits,
     metric_name,
     plain,
     slo_state,
@@ -92,9 +91,7 @@ class ConsoleSink:
     """Shows a study while it runs; `study_ended` or `close` gives the terminal back."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._console = Console(
-            file=cast("TextIO", Quiet(stream or sys.stderr)), highlight=False, soft_wrap=False
-        )
+        self._console = Console(file=cast("TextIO", Quiet(stream or sys.stderr)), highlight=False, soft_wrap=False)
         self._live: Live | None = None
         self._spec: StudySpec | None = None
         self._results: Sequence[TrialResult] = ()
@@ -153,9 +150,7 @@ class ConsoleSink:
         took = format_elapsed(time.perf_counter() - self._session_start)
         n = sum(counts(r) for r in results)
         self.close()
-        self._console.print(
-            Text(f"study {self._spec.name if self._spec else ''}: {n} trials, {took} in this session")
-        )
+        self._console.print(Text(f"study {self._spec.name if self._spec else ''}: {n} trials, {took} in this session"))
 
     def close(self) -> None:
         """End the live view; may be called twice."""
@@ -172,7 +167,7 @@ class ConsoleSink:
             print(text, file=self._console.file, flush=True)
 
     def _promise(self) -> str:
-        asked = limits(self._spec, self._results) if self._spec else ()
+        asked = limits(self._spec.slo, self._results) if self._spec else ()
         return (
             "SLO " + ", ".join(describe_slo(slo) for slo in asked)
             if asked
@@ -211,7 +206,7 @@ class ConsoleSink:
         return ", ".join([*values, *self._states(result)])
 
     def _states(self, result: TrialResult) -> list[str]:
-        asked = limits(self._spec, self._results) if self._spec else ()
+        asked = limits(self._spec.slo, self._results) if self._spec else ()
         states = [(slo, slo_state(slo, result)) for slo in asked]
         if states and all(state == "met" for _, state in states):
             return ["SLO met"]
@@ -261,7 +256,7 @@ class ConsoleSink:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         keys = self._spec.objective_metrics if self._spec else ()
         for heading in ("trial", "configuration", *(metric_name(key) for key in keys), ""):
-            table.add_column(heading, overflow="ellipsis", no_wrap=True)
+            table.add_column(heading, overflow="fold", no_wrap=heading != "configuration")
         default = default_of(self._results)
         for r in [r for r in self._results if r.same_as is None][-LAST_TRIALS:]:
             state = f"failed: {r.failure.kind}" if r.failure is not None else ", ".join(self._states(r))

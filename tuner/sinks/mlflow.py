@@ -11,8 +11,10 @@ import json
 import logging
 import os
 import re
+import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -43,11 +45,11 @@ from mlflow.entities import (
 from mlflow.exceptions import MlflowException
 
 from tuner import spec as specs
-from tuner.results import TrialResult, default_of, recommend, to_json
+from tuner.results import TrialResult, default_of, limits, recommend, to_json
 from tuner.serving import Role, ServingConfig
 from tuner.sinks import pages, plots
 from tuner.sinks.pages import WorkloadFacts
-from tuner.sinks.verdict import limits, plain, verdict
+from tuner.sinks.verdict import plain, verdict
 from tuner.spec import StudySpec
 
 LOG = logging.getLogger(__name__)
@@ -182,9 +184,7 @@ class MlflowSink:
 
         self._attempt(publish)
         if not self.synced:
-            self._warn(
-                "MLflow is not up to date; the run folder has everything, and resuming the study publishes it"
-            )
+            self._warn("MLflow is not up to date; the run folder has everything, and resuming the study publishes it")
 
     def reconcile(self, results: Sequence[TrialResult]) -> bool:
         """Bring MLflow to what `results` say; returns whether that worked. Needs `study_started` before."""
@@ -200,9 +200,9 @@ class MlflowSink:
         base = base or (self._uri if self._uri.startswith("http") else "http://127.0.0.1:5000")
         return pages.review_url(pages.without_secret(base), self._experiment_id, self._view_key)
 
-    def hint(self) -> str:
+    def hint(self, program: str = "mlflow") -> str:
         """Return what to type, and where to look, to review the study."""
-        return pages.open_ui_hint(self._uri, self.url())
+        return pages.open_ui_hint(self._uri, self.url(), program)
 
     @property
     def _view_key(self) -> str:
@@ -229,7 +229,7 @@ class MlflowSink:
         for name in ("mlflow", "alembic"):  # the making of a schema is no news
             logging.getLogger(name).setLevel(logging.WARNING)
         if self._uri.startswith("sqlite:///"):
-            Path(self._uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            _check_writable(Path(self._uri.removeprefix("sqlite:///")))
         client = MlflowClient(tracking_uri=self._uri)
         self._experiment_id = experiment_id = self._find_experiment(client)
         parents = self._search(client, experiment_id, "study")
@@ -251,9 +251,7 @@ class MlflowSink:
                 return str(client.create_experiment(candidate, artifact_location=location))
             if found.lifecycle_stage == LifecycleStage.ACTIVE and self._has_our_artifacts(found):
                 return str(found.experiment_id)
-        raise MlflowException(
-            f"no experiment named {name!r} can be used: 99 of them are deleted or elsewhere"
-        )
+        raise MlflowException(f"no experiment named {name!r} can be used: 99 of them are deleted or elsewhere")
 
     def _has_our_artifacts(self, found: Experiment) -> bool:
         """A store that was copied from elsewhere still points to its old artifacts."""
@@ -268,9 +266,7 @@ class MlflowSink:
             if key in found:
                 client.delete_run(run.info.run_id)
             else:
-                found[key] = _Known(
-                    run.info.run_id, dict(run.data.tags), set(run.data.params), run.info.status
-                )
+                found[key] = _Known(run.info.run_id, dict(run.data.tags), set(run.data.params), run.info.status)
         return found
 
     def _new_parent(self, client: MlflowClient, experiment_id: str) -> _Known:
@@ -355,9 +351,7 @@ class MlflowSink:
             return
         mirror.add_params(parent, pages.study_params(spec, self._workload, self._vllm_version))
         progress = pages.progress(spec, ordered)
-        mirror.add_metrics(
-            parent, [Metric(k, value, pages.stamp(at), step) for k, value, at, step in progress]
-        )
+        mirror.add_metrics(parent, [Metric(k, value, pages.stamp(at), step) for k, value, at, step in progress])
         mirror.client.log_inputs(parent.run_id, [self._dataset()])
         self._log_study_files(mirror, spec, ordered)
         mirror.tag(
@@ -375,7 +369,7 @@ class MlflowSink:
     def _log_study_files(self, mirror: _Mirror, spec: StudySpec, ordered: Sequence[TrialResult]) -> None:
         client, run_id = mirror.client, mirror.parent.run_id
         x, y = spec.objective_metrics
-        asked = limits(spec, ordered)
+        asked = limits(spec.slo, ordered)
         words = {
             "title": f"{spec.name}: {spec.model} on {self._workload.name}",
             "subtitle": verdict(spec, ordered).splitlines()[0],
@@ -422,6 +416,14 @@ def _all_runs(client: MlflowClient, experiment_id: str, wanted: str) -> Iterator
         token = page.token
         if not token:
             return
+
+
+def _check_writable(database: Path) -> None:
+    """Fail at once where MLflow would try for minutes to open a database that it cannot."""
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(database, timeout=5)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.rollback()
 
 
 def _stamp_or_now(seconds: float | None) -> int | None:

@@ -30,13 +30,13 @@ from tuner.results import (
     flat,
     front,
     hypervolume,
+    limits,
     recommend,
 )
 from tuner.serving import Json, Role, to_config
 from tuner.sinks.verdict import (
     configuration,
     describe_slo,
-    limits,
     metric_name,
     notes_of,
     plain,
@@ -152,9 +152,7 @@ def tags(spec: StudySpec, result: TrialResult, default: TrialResult | None) -> d
         "mlflow.note.content": trial_note(spec, result, default),
         "tune.role": result.label or "candidate",
         "tune.outcome": outcome(result),
-        "tune.slo": {True: "met", False: "missed", None: "none"}[
-            result.slos_met if result.is_measured else None
-        ],
+        "tune.slo": {True: "met", False: "missed", None: "none"}[result.slos_met],
         "tune.configuration": configuration(result, default),
     }
     if result.failure is not None:
@@ -254,7 +252,7 @@ def study_tags(spec: StudySpec, results: Sequence[TrialResult]) -> dict[str, str
     parts += [units.format_elapsed(spec.budget.time)] if spec.budget.time is not None else []
     own = {
         "tune.budget": " or ".join(parts),
-        "tune.slo_limits": ", ".join(describe_slo(slo) for slo in limits(spec, results)) or "none",
+        "tune.slo_limits": ", ".join(describe_slo(slo) for slo in limits(spec.slo, results)) or "none",
         "tune.slo": "none" if not spec.slo else "met" if feasible(results) else "missed",
         "tune.verdict": verdict(spec, results).splitlines()[0],
     }
@@ -296,7 +294,7 @@ def _corner(spec: StudySpec, so_far: Sequence[TrialResult]) -> tuple[float, floa
     first = next((r for r in so_far if _is_point(r, x, y)), None)
     if first is None:
         return None
-    asked = {slo.metric: slo.limit for slo in limits(spec, so_far) if slo.limit and not slo.is_lower_bound}
+    asked = {slo.metric: slo.limit for slo in limits(spec.slo, so_far) if slo.limit and not slo.is_lower_bound}
     return math.log(asked.get(x) or 2 * first.metrics[x]), math.log(asked.get(y) or 2 * first.metrics[y])
 
 
@@ -307,9 +305,7 @@ def dataset(workload: WorkloadFacts) -> dict[str, str]:
         "name": name,
         "digest": workload.sha256[:LONGEST_DIGEST],
         "source": json.dumps({"workload": name, "sha256": workload.sha256}),
-        "schema": json.dumps(
-            {"mlflow_colspec": [{"name": n, "type": t, "required": True} for n, t in COLUMNS]}
-        ),
+        "schema": json.dumps({"mlflow_colspec": [{"name": n, "type": t, "required": True} for n, t in COLUMNS]}),
         "profile": json.dumps(dict(workload.shape)),
     }
 
@@ -351,30 +347,20 @@ def note(spec: StudySpec, results: Sequence[TrialResult], links: Links) -> str:
     answer, *rest = verdict(spec, own).splitlines()
     lines = [f"**{markdown(answer)}**", ""]
     if rows := _compared(own, recommend(own, x, y), links):
-        lines += [
-            f"| | {markdown(metric_name(x))} | {markdown(metric_name(y))} | differs from the default by |"
-        ]
+        lines += [f"| | {markdown(metric_name(x))} | {markdown(metric_name(y))} | differs from the default by |"]
         lines += ["|---|---|---|---|", *(_note_row(spec, name, r, default_of(own)) for name, r in rows), ""]
     lines += [f"- {markdown(line)}" for line in rest]
-    if asked := limits(spec, own):
+    if asked := limits(spec.slo, own):
         lines.append(f"- SLO: {markdown(', '.join(describe_slo(slo) for slo in asked))}")
-    lines.append(
-        f"- All trials: [Pareto review]({links.review}). The front: Artifacts, `pareto/pareto.html`."
-    )
+    lines.append(f"- All trials: [Pareto review]({links.review}). The front: Artifacts, `pareto/pareto.html`.")
     return "\n".join(lines)[:LONGEST_TAG]
 
 
-def _compared(
-    own: Sequence[TrialResult], best: TrialResult | None, links: Links
-) -> list[tuple[str, TrialResult]]:
+def _compared(own: Sequence[TrialResult], best: TrialResult | None, links: Links) -> list[tuple[str, TrialResult]]:
     """The trials a reader compares, each with its linked name: the recommended one, default, baselines."""
     chosen = [("recommended", best)] if best is not None else []
     chosen += [(r.label, r) for r in own if r.label and r.is_measured and r is not best]
-    return [
-        (_linked(f"{markdown(role)}, trial {r.number}", links.trials.get(r.number)), r)
-        for role, r in chosen
-        if r
-    ]
+    return [(_linked(f"{markdown(role)}, trial {r.number}", links.trials.get(r.number)), r) for role, r in chosen if r]
 
 
 def _linked(text: str, address: str | None) -> str:
@@ -382,18 +368,14 @@ def _linked(text: str, address: str | None) -> str:
 
 
 def _note_row(spec: StudySpec, name: str, result: TrialResult, default: TrialResult | None) -> str:
-    cells = [
-        slos.describe(k, result.metrics[k]) if k in result.metrics else "" for k in spec.objective_metrics
-    ]
+    cells = [slos.describe(k, result.metrics[k]) if k in result.metrics else "" for k in spec.objective_metrics]
     return f"| {name} | {' | '.join(cells)} | {markdown(configuration(result, default))} |"
 
 
 def experiment_note(spec: StudySpec, workload: WorkloadFacts, review: str) -> str:
     """Return the experiment's description: what is served on which traffic, and where to look."""
     traffic = f"{markdown(spec.model)} on recorded traffic, **{markdown(workload.name)}**"
-    shape = [
-        f"{words} {workload.shape[name]:,.4g}" for name, words in SHAPE.items() if name in workload.shape
-    ]
+    shape = [f"{words} {workload.shape[name]:,.4g}" for name, words in SHAPE.items() if name in workload.shape]
     return f"{traffic}. [Pareto review of {markdown(spec.name)}]({review})\n\n{markdown(', '.join(shape))}\n"
 
 
@@ -426,9 +408,7 @@ def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str
     packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     created = stamp(min((r.started for r in results), default=0.0))
     name = plain(f"Pareto review: {spec.name}")
-    return json.dumps(
-        {"name": name, "createdAt": created, "updatedAt": created, "state": f"deflate;{packed}"}
-    )
+    return json.dumps({"name": name, "createdAt": created, "updatedAt": created, "state": f"deflate;{packed}"})
 
 
 def _varied(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
@@ -462,12 +442,12 @@ def review_url(base: str, experiment_id: str, view_key: str) -> str:
     return f"{base.rstrip('/')}/{fragment(experiment_id, view_key)}"
 
 
-def open_ui_hint(tracking_uri: str, url: str | None) -> str:
+def open_ui_hint(tracking_uri: str, url: str | None, program: str = "mlflow") -> str:
     """Return what to type to open the UI on this store, and the address to look at."""
     if tracking_uri.startswith("http"):
         return url or without_secret(tracking_uri)
     lines = [] if has_ui() else ["pip install 'vllm-slo-tuner[ui]'"]
-    command = f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}"
+    command = f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
     lines.append(f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {command}")  # without it: 11 processes, 2.6 GB
     return "\n".join(lines + ([url] if url else []))
 

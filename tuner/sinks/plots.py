@@ -88,9 +88,7 @@ def picture(results: Sequence[TrialResult], x: str, y: str, limits: Sequence[Slo
     """Return what to draw: x and y are metric keys, `limits` the SLOs with limits in numbers."""
     every = list(results)
     own = [
-        r
-        for r in every
-        if r.is_measured and r.same_as is None and r.metrics.get(x, 0) > 0 and r.metrics.get(y, 0) > 0
+        r for r in every if r.is_measured and r.same_as is None and r.metrics.get(x, 0) > 0 and r.metrics.get(y, 0) > 0
     ]
     best, default = recommend(every, x, y), default_of(every)
     path = front(own, x, y)
@@ -122,9 +120,7 @@ def _outside(key: str, value: float) -> float:
     return value * 1e3 if units.is_duration(key) else value
 
 
-def _words(
-    result: TrialResult, keys: tuple[str, str], limits: Sequence[Slo], changed: dict[str, Json]
-) -> list[str]:
+def _words(result: TrialResult, keys: tuple[str, str], limits: Sequence[Slo], changed: dict[str, Json]) -> list[str]:
     marks = [result.label] if result.label else []
     lines = [f"trial {result.number}" + "".join(f" ({mark})" for mark in marks)]
     lines += [f"{metric_name(k)}: {slos.describe(k, result.metrics[k])}{_spread(result, k)}" for k in keys]
@@ -149,11 +145,7 @@ def axis_title(key: str) -> str:
 
 
 def _axis(key: str, values: Sequence[float], limits: Sequence[Slo]) -> Axis:
-    own = [
-        _outside(key, slo.limit)
-        for slo in limits
-        if slo.metric == key and slo.limit and not slo.is_lower_bound
-    ]
+    own = [_outside(key, slo.limit) for slo in limits if slo.metric == key and slo.limit and not slo.is_lower_bound]
     limit = min(own) if own else None
     shown = [*values, *own] or [10.0, 1000.0]
     low, high = math.log10(min(shown)), math.log10(max(shown))
@@ -166,9 +158,7 @@ def ticks(low: float, high: float) -> list[float]:
     """Return a few round numbers between two positive ones, for a logarithmic axis."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
-        found = [
-            step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high
-        ]
+        found = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
         if len(found) >= 3:
             return found
     step = _round_step((high - low) / 6)
@@ -203,16 +193,12 @@ def _series(seen: Picture) -> list[Series]:
     found = []
     for name, points, miss, colour, symbol, other in groups:
         missed, met = ([p for p in points if p.is_feasible is state] for state in (False, True))
-        met_name = (
-            name if name in {"default", "baseline"} else "meets the SLO" if seen.has_slos else "measured"
-        )
+        met_name = name if name in {"default", "baseline"} else "meets the SLO" if seen.has_slos else "measured"
         miss_name = f"{name}, misses the SLO" if name in {"default", "baseline"} else name
         found.append(Series(miss_name, tuple(missed), miss, f"{symbol}-open", other, 10, is_filled=False))
         found.append(Series(met_name, tuple(met), colour, symbol, other, 10))
     star = tuple(p for p in seen.points if p.is_recommended)
-    return [
-        series for series in [*found, Series("recommended", star, ORANGE, "star", "*", 19)] if series.points
-    ]
+    return [series for series in [*found, Series("recommended", star, ORANGE, "star", "*", 19)] if series.points]
 
 
 def figure_html(
@@ -248,9 +234,7 @@ def figure(
                tickvals=axis.ticks, ticktext=[f"{tick:,g}" for tick in axis.ticks],
                gridcolor="#ececec", linecolor="#555", ticks="outside", zeroline=False)  # fmt: skip
     if not seen.points:
-        drawn.add_annotation(
-            text="no trial measured yet", showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper"
-        )
+        drawn.add_annotation(text="no trial measured yet", showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
     heading = {
         "text": html.escape(plain(title)),
         "subtitle": {"text": _wrapped(_caption(subtitle, seen))},

@@ -40,7 +40,9 @@ def write_atomically(path: Path, text: str) -> None:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise HostError(f"{path}: cannot be written: {error.strerror}", hint="is the disk full or read-only?") from error
+        raise HostError(
+            f"{path}: cannot be written: {error.strerror}", hint="is the disk full or read-only?"
+        ) from error
 
 
 class RunFolder:
@@ -66,7 +68,9 @@ class RunFolder:
             SpecError: no run folder there.
         """
         if not (path / "study.yaml").is_file():
-            names = sorted(p.parent.name for p in (path.parent if path.parent.is_dir() else Path("runs")).glob("*/study.yaml"))
+            names = sorted(
+                p.parent.name for p in (path.parent if path.parent.is_dir() else Path("runs")).glob("*/study.yaml")
+            )
             raise SpecError(f"{path}: not a run folder", hint=f"there are: {', '.join(names) or 'none yet'}")
         return cls(path)
 

@@ -6,7 +6,7 @@ data: control characters are dropped, and nothing is read as terminal markup.
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tuner import slo as slos
 from tuner import units
-from tuner.results import TrialResult, closest, default_of, differences, feasible, front, recommend
+from tuner.results import TrialResult, closest, default_of, differences, feasible, front, limits, recommend
 from tuner.serving import Json
 from tuner.slo import Slo
 from tuner.spec import StudySpec
@@ -48,13 +48,6 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
-def limits(spec: StudySpec, results: Sequence[TrialResult]) -> tuple[Slo, ...]:
-    """Return the study's SLOs, relative limits in numbers once the default is measured."""
-    default = default_of(results)
-    known = default.metrics if default is not None and default.is_measured else {}
-    return tuple(slo.against(known) for slo in spec.slo)
-
-
 def describe_slo(slo: Slo) -> str:
     """Return an SLO as a person reads it: "ttft_p95 <= 500 ms", "itl_p99 <= 133 ms (0.33x)"."""
     if slo.limit is None:
@@ -70,9 +63,7 @@ def configuration(result: TrialResult, default: TrialResult | None) -> str:
 
 def configuration_of(changed: dict[str, Json]) -> str:
     """Return differences from the default as words."""
-    words = [
-        f"{name} not given" if value is None else f"{name} {_short(value)}" for name, value in changed.items()
-    ]
+    words = [f"{name} not given" if value is None else f"{name} {_short(value)}" for name, value in changed.items()]
     return plain(", ".join(words)) or "the default's arguments"
 
 
@@ -128,7 +119,7 @@ def _missed(spec: StudySpec, own: Sequence[TrialResult], near: TrialResult | Non
     if near is None:
         return f"SLO not met: none of its metrics could be measured in {_trials(_counted(own))}."
     default = default_of(own)
-    misses = [_miss(slo, near) for slo in limits(spec, own) if near.excess.get(slo.metric, 1.0) > 0]
+    misses = [_miss(slo, near) for slo in limits(spec.slo, own) if near.excess.get(slo.metric, 1.0) > 0]
     name = "the default itself" if near is default else configuration(near, default)
     return f"SLO not met: closest is trial {near.number} ({name}): {'; '.join(misses)}"
 
@@ -152,8 +143,7 @@ def _numbers(spec: StudySpec, best: TrialResult, default: TrialResult | None) ->
     if default is None or default is best or not all(default.metrics.get(key) for key in (x, y)):
         return ", ".join(f"{metric_name(key)} {value}" for key, value in values)
     changes = [
-        f"{metric_name(key)} {change(best.metrics[key], default.metrics[key])} ({value})"
-        for key, value in values
+        f"{metric_name(key)} {change(best.metrics[key], default.metrics[key])} ({value})" for key, value in values
     ]
     return ", ".join(changes) + " against the default"
 
@@ -166,12 +156,10 @@ def change(value: float, base: float) -> str:
 
 def _not_measurable(spec: StudySpec, measured: Sequence[TrialResult]) -> list[str]:
     lines = []
-    for slo in limits(spec, measured):
+    for slo in limits(spec.slo, measured):
         without = sum(slo.metric not in r.metrics for r in measured)
         if slo.limit is None:
-            lines.append(
-                f"{slo.text}: no limit in numbers, it is relative to the default, which was not measured."
-            )
+            lines.append(f"{slo.text}: no limit in numbers, it is relative to the default, which was not measured.")
         elif without:
             lines.append(
                 f"{slo.metric} could not be measured in {without} of {_many(len(measured), 'trial')}, which "
@@ -241,7 +229,7 @@ def trial_table(spec: StudySpec, results: Sequence[TrialResult]) -> list[TrialRo
     x, y = spec.objective_metrics
     default, best = default_of(own), recommend(own, x, y)
     on_front = {r.number for r in front(own, x, y)}
-    asked = limits(spec, own)
+    asked = limits(spec.slo, own)
     return [
         TrialRow(
             number=r.number,
@@ -271,8 +259,10 @@ def slo_state(slo: Slo, result: TrialResult) -> str:
     return "met" if excess <= 0 else f"missed by {_percent(excess)}"
 
 
-def render_trials(spec: StudySpec, results: Sequence[TrialResult]) -> RenderableType:
-    """Return the table of `tune show` for a terminal or a pipe."""
+def render_trials(
+    spec: StudySpec, results: Sequence[TrialResult], *, only: Container[int] | None = None
+) -> RenderableType:
+    """Return the table of `tune show` for a terminal or a pipe; `only` picks trials, judged among all results."""
     x, y = spec.objective_metrics
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("trial", justify="right")
@@ -280,9 +270,9 @@ def render_trials(spec: StudySpec, results: Sequence[TrialResult]) -> Renderable
     table.add_column("differs from the default by", overflow="fold", ratio=1)
     for key in (x, y):
         table.add_column(metric_name(key), justify="right")
-    for slo in limits(spec, results):
+    for slo in limits(spec.slo, results):
         table.add_column(Text(describe_slo(slo)), overflow="fold")
-    rows = trial_table(spec, results)
+    rows = [row for row in trial_table(spec, results) if only is None or row.number in only]
     for row in rows:
         table.add_row(*_cells(row, (x, y)), style="bold" if "recommended" in row.marks else None)
     legend = "* on the Pareto front" if any("front" in row.marks for row in rows) else ""

@@ -17,7 +17,7 @@ import optuna
 from optuna.trial import BaseTrial, TrialState
 
 from tuner.errors import FailureKind, HostError, Interrupted, SpecError, TrialError
-from tuner.results import Failure, TrialResult, combine
+from tuner.results import Failure, TrialResult, combine, limits
 from tuner.seams import Archive, Evaluation, Evaluator, Sink
 from tuner.serving import Json, ServingConfig
 from tuner.slo import Slo
@@ -201,7 +201,7 @@ class Study:
 
     def slos(self) -> tuple[Slo, ...]:
         """Return the SLOs, relative ones resolved once the default is measured."""
-        return resolved_slos(self.spec, self.results)
+        return limits(self.spec.slo, self.results)
 
     def _finish(self, result: TrialResult) -> None:
         self.archive.write(result)
@@ -262,12 +262,6 @@ class Study:
             math.log(result.metrics[m]) if result.metrics.get(m, 0) > 0 else WORST for m in self.spec.objective_metrics
         ]
         self.optuna.tell(number, [min(v, WORST) for v in values])
-
-
-def resolved_slos(spec: StudySpec, results: Sequence[TrialResult]) -> tuple[Slo, ...]:
-    """Return a study's SLOs, relative ones in numbers once the default is measured."""
-    default = next((r for r in results if r.label == DEFAULT and r.is_measured), None)
-    return tuple(s.against(default.metrics) for s in spec.slo) if default else spec.slo
 
 
 def _counts(result: TrialResult) -> bool:

@@ -18,8 +18,9 @@ import numpy as np
 import optuna
 from optuna.trial import BaseTrial
 
+from tuner.dimensions import Choice, Dimension, FloatRange, Fraction, IntRange
 from tuner.serving import Json, ServingConfig, Topology
-from tuner.spec import Choice, Dimension, FloatRange, Fraction, IntRange, StudySpec
+from tuner.spec import StudySpec
 
 BUDGET = "max_num_batched_tokens"
 SEQS = "max_num_seqs"

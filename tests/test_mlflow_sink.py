@@ -1,0 +1,512 @@
+"""MLflow as a mirror: what arrives there, that it arrives once, and that its absence costs little."""
+
+import base64
+import dataclasses
+import json
+import shutil
+import socket
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import DatasetInput, Run, ViewType
+from study_data import START, X, Y, budgets, config, failed, study, trial
+
+from tuner.errors import FailureKind
+from tuner.results import TrialResult
+from tuner.serving import Role, ServingConfig, Topology
+from tuner.sinks import pages
+from tuner.sinks.mlflow import MlflowSink, embedded
+from tuner.sinks.pages import WorkloadFacts
+from tuner.workload import Request, Workload
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's use of SQLAlchemy
+
+UID = "7f3a9c"
+FACTS = WorkloadFacts("chat", "ab" * 32, {"requests": 73, "span_s": 30.0, "input_len_p50": 62.0})
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its schema, which takes seconds to make."""
+    runs = tmp_path_factory.mktemp("empty")
+    MlflowClient(tracking_uri=embedded(runs)[0]).search_experiments()
+    return runs / "mlflow.db"
+
+
+@pytest.fixture
+def runs(tmp_path: Path, empty_store: Path) -> Path:
+    """A folder of runs whose name needs quoting, with files of two trials."""
+    folder = tmp_path / "my runs"
+    trial_folder = folder / "quickstart" / "trials" / "0000"
+    (trial_folder / "repeat-1").mkdir(parents=True)
+    (trial_folder / "config.yaml").write_text("model: tune/tiny-qwen2\n")
+    (trial_folder / "command.txt").write_text("vllm serve tune/tiny-qwen2\n")
+    (trial_folder / "server-any-0.log").write_text("early\n" + "x" * 100_000 + "\nlate\n")
+    (trial_folder / "repeat-1" / "metrics.json").write_text("{}")
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return folder
+
+
+def sink(runs: Path, **changes: Any) -> MlflowSink:
+    uri, artifacts = embedded(runs)
+    given: dict[str, Any] = {
+        "tracking_uri": uri,
+        "artifact_root": artifacts,
+        "study_uid": UID,
+        "run_folder": runs / "quickstart",
+        "workload": FACTS,
+        "experiment": "tiny-qwen2 on chat",
+        "vllm_version": "0.26.0",
+        "warn": pytest.fail,
+    }
+    return MlflowSink(**(given | changes))
+
+
+def publish(runs: Path, results: list[TrialResult] | None = None, **changes: Any) -> MlflowSink:
+    """Live through a study as the loop does."""
+    made = sink(runs, **changes)
+    so_far: list[TrialResult] = []
+    made.study_started(study(), so_far)
+    for result in budgets() if results is None else results:
+        made.trial_started(result.number, result.config, result.label)
+        so_far.append(result)
+        made.trial_ended(result, so_far)
+    made.study_ended(so_far)
+    return made
+
+
+def client(runs: Path) -> MlflowClient:
+    return MlflowClient(tracking_uri=embedded(runs)[0])
+
+
+def runs_of(runs: Path, kind: str, view: int = ViewType.ACTIVE_ONLY) -> list[Run]:
+    seen = client(runs)
+    ids = [e.experiment_id for e in seen.search_experiments()]
+    found = seen.search_runs(ids, f"tags.`tune.kind` = '{kind}'", view, 1000)
+    return sorted(found, key=lambda run: int(run.data.tags.get("tune.trial", -1)))
+
+
+def parent(runs: Path) -> Run:
+    (only,) = runs_of(runs, "study")
+    return only
+
+
+def datasets(run: Run) -> list[DatasetInput]:
+    return run.inputs.dataset_inputs if run.inputs is not None else []
+
+
+def everything(runs: Path) -> list[Any]:
+    """All that MLflow knows, with every point of every metric."""
+    seen = client(runs)
+    out: list[Any] = []
+    for run in [*runs_of(runs, "study"), *runs_of(runs, "trial")]:
+        points = {
+            key: [(p.step, p.timestamp, p.value) for p in seen.get_metric_history(run.info.run_id, key)]
+            for key in run.data.metrics
+        }
+        inputs = [(i.dataset.name, i.dataset.digest) for i in datasets(run)]
+        out.append((run.info.run_id, run.info.status, dict(run.data.params), dict(run.data.tags), points, inputs))
+    return out
+
+
+def artifacts(runs: Path, run_id: str, path: str | None = None) -> set[str]:
+    found = client(runs).list_artifacts(run_id, path)
+    inner = [artifacts(runs, run_id, item.path) for item in found if item.is_dir]
+    return {item.path for item in found if not item.is_dir}.union(*inner)
+
+
+def text_of(runs: Path, run_id: str, path: str) -> str:
+    return Path(client(runs).download_artifacts(run_id, path)).read_text()
+
+
+def test_a_study_is_a_parent_with_a_child_per_trial(runs: Path) -> None:
+    """One parent, nine children below it with short names, all closed with the right status."""
+    assert publish(runs).synced
+    top = parent(runs)
+    children = runs_of(runs, "trial")
+
+    assert top.info.status == "FINISHED"
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {top.info.run_id}
+    assert [run.info.run_name for run in children] == [
+        "t00 default", "t01 baseline", "t02 b1024", "t03 b512", "t04 b256",
+        "t05 b65536", "t06 b128", "t07 b256", "t08 l256",
+    ]  # fmt: skip
+    assert [run.info.status for run in children] == ["FINISHED"] * 5 + ["FAILED"] + ["FINISHED"] * 3
+    assert children[4].info.end_time == round((START + 80 * 4 + 72) * 1000)
+
+
+def test_params_are_the_effective_arguments_under_vllms_names(runs: Path) -> None:
+    """Every param is on every child; the default's budget is the one the server resolved."""
+    publish(runs)
+    children = runs_of(runs, "trial")
+
+    assert len({frozenset(run.data.params) for run in children}) == 1
+    assert children[0].data.params == {
+        "topology": "1x",
+        "pd_ratio": "none",
+        "max_model_len": "4096",
+        "max_num_batched_tokens": "2048",
+        "long_prefill_token_threshold": "0",
+        "enable_chunked_prefill": "true",
+        "max_num_seqs": "32",
+    }
+    assert children[5].data.params["max_num_batched_tokens"] == "65536"
+    assert children[5].data.params["max_num_seqs"] == "not given"
+
+
+def test_an_argument_that_appears_late_is_added_to_earlier_trials(runs: Path) -> None:
+    """Charts drop runs that lack a param."""
+    publish(runs, [trial(0, label="default"), trial(1, args={"max_num_partial_prefills": 4})])
+
+    assert [run.data.params["max_num_partial_prefills"] for run in runs_of(runs, "trial")] == ["not given", "4"]
+
+
+def test_a_pd_group_logs_each_roles_arguments() -> None:
+    """Prefiller and decoder have their names in front, the ratio is a param."""
+    pd = ServingConfig(
+        "m", {"max_num_seqs": 8}, {}, Topology.parse("2p1d"), {Role.PREFILLER: {"max_num_batched_tokens": 8192}}
+    )
+
+    assert pages.params(dataclasses.replace(trial(0), config=pd)) == {
+        "topology": "2p1d",
+        "pd_ratio": "2:1",
+        "prefiller.max_num_seqs": "8",
+        "prefiller.max_num_batched_tokens": "8192",
+        "decoder.max_num_seqs": "8",
+    }
+
+
+def test_metrics_are_milliseconds_with_one_point_each(runs: Path) -> None:
+    """Medians at step 0, repeats under `repeat/` by number, excesses; nothing for failures and repeats."""
+    publish(runs)
+    children = runs_of(runs, "trial")
+    history = client(runs).get_metric_history(children[4].info.run_id, "repeat/itl_p99_ms")
+
+    assert children[4].data.metrics["itl_p99_ms"] == pytest.approx(101.0)
+    assert children[4].data.metrics["ttft_p50_ms.long"] == pytest.approx(589.0)
+    assert children[4].data.metrics["slo_excess/ttft_p50.long"] == pytest.approx(589 / 600 - 1)
+    assert [p.step for p in history] == [1, 2]
+    assert [p.value for p in history] == pytest.approx([98.98, 101.0])
+    assert children[5].data.metrics == {}
+    assert children[7].data.metrics == {}
+
+
+def test_numbers_that_are_none_stay_away() -> None:
+    """Infinity would become 1.8e308 and ruin every chart."""
+    found = pages.metrics(trial(0, float("inf"), 0.1, repeats=()))
+
+    assert dict((k, v) for k, v, _ in found) == {"itl_p99_ms": 100.0}  # noqa: C402
+
+
+def test_tags_let_a_team_filter(runs: Path) -> None:
+    """SLO, front, recommendation, role, outcome and failure are tags; those of the front are up to date."""
+    publish(runs)
+    tags = [run.data.tags for run in runs_of(runs, "trial")]
+
+    assert [t["tune.slo"] for t in tags] == ["missed"] * 4 + ["met", "none", "missed", "met", "missed"]
+    assert [t["tune.pareto"] for t in tags] == ["yes", "no", "yes", "yes", "yes", "no", "yes", "no", "no"]
+    assert [t["tune.recommended"] for t in tags] == ["no"] * 4 + ["yes"] + ["no"] * 4
+    assert [t["tune.role"] for t in tags] == ["default", "baseline", *["candidate"] * 7]
+    assert [t["tune.outcome"] for t in tags] == ["ok"] * 5 + ["failed", "ok", "same_as", "ok"]
+    assert (tags[5]["tune.failure"], tags[7]["tune.same_as"]) == ("oom", "4")
+
+
+def test_a_later_trial_takes_a_point_off_the_front(runs: Path) -> None:
+    """The tags of trial 0 change when trial 1 beats it."""
+    made = sink(runs)
+    made.study_started(study(), [])
+    made.trial_ended(trial(0, 2, 2), [trial(0, 2, 2)])
+    before = runs_of(runs, "trial")[0].data.tags["tune.pareto"]
+    made.trial_ended(trial(1, 1, 1), [trial(0, 2, 2), trial(1, 1, 1)])
+
+    assert (before, runs_of(runs, "trial")[0].data.tags["tune.pareto"]) == ("yes", "no")
+
+
+def test_the_workload_is_a_dataset(runs: Path) -> None:
+    """Runs can be found by the traffic that was replayed."""
+    publish(runs)
+    (data,) = datasets(parent(runs))
+
+    assert (data.dataset.name, data.dataset.digest) == ("chat", ("ab" * 32)[:36])
+    assert json.loads(str(data.dataset.profile))["requests"] == 73
+    assert len(client(runs).search_runs(["1"], "dataset.name = 'chat'")) == 10
+
+
+def test_files_of_a_trial_lie_on_its_run(runs: Path) -> None:
+    """Configuration, command line, measurements, and the end of the server's log."""
+    publish(runs)
+    child = runs_of(runs, "trial")[0].info.run_id
+
+    assert artifacts(runs, child) == {"config.yaml", "command.txt", "server-any-0.tail.log", "repeat-1/metrics.json"}
+    tail = text_of(runs, child, "server-any-0.tail.log")
+    assert tail.endswith("late\n")
+    assert "early" not in tail
+
+
+def test_the_parent_has_the_front_the_table_and_the_best_configuration(runs: Path) -> None:
+    """A reviewer needs nothing but the parent."""
+    publish(runs)
+    top = parent(runs).info.run_id
+
+    assert artifacts(runs, top) == {
+        "pareto/pareto.html", "pareto/pareto.png", "trials.json", "study.yaml", "workload_summary.json",
+        "best/config.yaml",
+    }  # fmt: skip
+    table = json.loads(text_of(runs, top, "trials.json"))
+    assert table["columns"][:4] == ["trial", "marks", "TTFT p50 long (ms)", "ITL p99 (ms)"]
+    assert table["data"][4][:4] == [4, "front, recommended", 589.0, 101.0]
+    assert not any("." in column for column in table["columns"]), "the UI shows nothing under such a name"
+    assert "max-num-batched-tokens: 256" in text_of(runs, top, "best/config.yaml")
+    assert json.loads(parent(runs).data.tags["mlflow.loggedArtifacts"]) == [{"path": "trials.json", "type": "table"}]
+
+
+def test_the_note_starts_with_the_answer(runs: Path) -> None:
+    """The UI folds the description after a few lines."""
+    publish(runs)
+    note = parent(runs).data.tags["mlflow.note.content"].splitlines()
+    best = runs_of(runs, "trial")[4].info.run_id
+
+    answer = r"**SLO met by 1 of 8 trials. Best: trial 4 \(max\_num\_batched\_tokens 256\): ITL p99 -75 %"
+    assert note[0].startswith(answer)
+    assert note[4].startswith(f"| [recommended, trial 4](#/experiments/1/runs/{best}) | 589 ms | 101 ms |")
+
+
+def test_the_studys_progress_is_a_line_by_trial(runs: Path) -> None:
+    """Best values and the number of feasible trials by trial number, the failed one included."""
+    publish(runs)
+    seen, top = client(runs), parent(runs).info.run_id
+
+    def line(key: str) -> list[tuple[int, float]]:
+        return sorted((p.step, p.value) for p in seen.get_metric_history(top, key))
+
+    assert line("feasible_trials") == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1), (8, 1)]
+    assert [step for step, _ in line("best_itl_p99_ms")] == [4, 5, 6, 8]
+    assert [value for _, value in line("best_itl_p99_ms")] == pytest.approx([101.0] * 4)
+    volumes = [value for _, value in line("hypervolume")]
+    assert volumes == sorted(volumes)
+    assert volumes[-1] > 0
+
+
+def test_publishing_twice_changes_nothing(runs: Path) -> None:
+    """The same study published again, by a new process, leaves every run, point and tag as it is."""
+    publish(runs)
+    before = everything(runs)
+    assert publish(runs).synced
+
+    assert everything(runs) == before
+
+
+@pytest.mark.parametrize("lost", range(1, 60, 4))
+def test_a_publisher_that_dies_anywhere_is_completed_by_the_next(
+    runs: Path, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call to MLflow is the last that arrives, the next publisher makes the same end state."""
+    results = budgets()[:6]
+    calls = 0
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > lost:
+                raise ConnectionError("gone")
+            return real(*args, **kwargs)
+
+        return call
+
+    writes = ("create_run", "log_batch", "log_inputs", "log_artifact", "log_text", "log_dict", "set_terminated")
+    with monkeypatch.context() as broken:
+        for name in writes:
+            broken.setattr(MlflowClient, name, dying(getattr(MlflowClient, name)))
+        first = sink(runs, warn=lambda _: None)
+        first.study_started(study(), [])
+        first.study_ended(results)
+        assert first.synced == (calls <= lost)
+    second = sink(runs)
+    second.study_started(study(), results)
+    second.study_ended(results)
+
+    assert len(runs_of(runs, "trial", ViewType.ALL)) == 6
+    after = everything(runs)
+    assert [status for _, status, *_ in after] == ["FINISHED"] * 6 + ["FAILED"]
+    assert all(
+        len({step for step, *_ in points}) == len(points)
+        for *_, all_points, _ in after
+        for points in all_points.values()
+    )
+    assert all("tune.synced" in tags for _, _, _, tags, *_ in after)
+
+
+def test_a_dead_server_costs_a_warning_and_no_time(tmp_path: Path) -> None:
+    """A closed port: one warning at once, one at the end, never an exception, seconds in all."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    warnings: list[str] = []
+    start = time.perf_counter()
+    made = publish(
+        tmp_path, tracking_uri=f"http://me:secret@127.0.0.1:{port}", artifact_root=None, warn=warnings.append
+    )  # fmt: skip
+
+    assert time.perf_counter() - start < 10
+    assert not made.synced
+    assert made.url() is None
+    assert len(warnings) == 2
+    assert warnings[0].startswith(f"MLflow at http://127.0.0.1:{port} cannot be used (")
+    assert warnings[0].endswith("the study goes on, and MLflow is tried again after each trial")
+    assert "not up to date" in warnings[1]
+    assert "secret" not in made.hint()
+
+
+def test_a_server_that_comes_back_gets_everything(runs: Path) -> None:
+    """Trials measured while MLflow was away are published once it answers."""
+    shutil.move(runs / "mlflow.db", runs / "elsewhere")
+    (runs / "mlflow.db").mkdir()  # a store that cannot be opened
+    start = time.perf_counter()
+    warnings: list[str] = []
+    made = sink(runs, warn=warnings.append)
+    made.study_started(study(), [])
+    made.trial_ended(budgets()[0], budgets()[:1])
+    assert not made.synced
+    (runs / "mlflow.db").rmdir()
+    shutil.move(runs / "elsewhere", runs / "mlflow.db")
+
+    assert time.perf_counter() - start < 20
+    assert made.reconcile(budgets())
+    assert len(runs_of(runs, "trial")) == 9
+    assert len(warnings) == 1
+
+
+def test_a_trial_without_a_result_is_closed_by_the_next_session(runs: Path) -> None:
+    """The process that ran it was killed."""
+    first = sink(runs)
+    first.study_started(study(), [])
+    first.trial_started(0, config(), "default")
+    second = sink(runs)
+    second.study_started(study(), [])
+    (orphan,) = runs_of(runs, "trial")
+
+    assert (orphan.info.status, orphan.data.tags["tune.outcome"]) == ("KILLED", "interrupted")
+    second.trial_ended(budgets()[0], budgets()[:1])
+    (found,) = runs_of(runs, "trial")
+    assert (found.info.status, found.data.tags["tune.outcome"]) == ("FINISHED", "ok")
+
+
+def test_an_interrupted_trial_is_killed_not_failed(runs: Path) -> None:
+    """The red icon is for configurations that fail."""
+    publish(runs, [failed(0, FailureKind.INTERRUPTED, "ctrl-c")])
+
+    assert [run.info.status for run in runs_of(runs, "trial")] == ["KILLED"]
+
+
+def test_a_second_study_shares_the_experiment(runs: Path) -> None:
+    """Studies of one model on one workload lie side by side, with their own views."""
+    first, second = publish(runs), publish(runs, study_uid="other")
+    experiment = client(runs).get_experiment("1")
+
+    assert len(runs_of(runs, "study")) == 2
+    assert first.url() != second.url()
+    assert {"mlflow.sharedViewState.7f3a9c", "mlflow.sharedViewState.other"} <= set(experiment.tags)
+
+
+def test_a_deleted_experiment_stays_deleted(runs: Path) -> None:
+    """Its name is taken for ever; the study goes to the next one."""
+    publish(runs)
+    client(runs).delete_experiment("1")
+
+    assert publish(runs).synced
+    assert client(runs).get_experiment("2").name == "tiny-qwen2 on chat (2)"
+
+
+def test_a_store_copied_from_elsewhere_gets_its_own_experiment(runs: Path, tmp_path: Path) -> None:
+    """The old experiment's artifacts lie at a path of another machine."""
+    publish(runs)
+    moved = tmp_path / "moved"
+    shutil.move(runs, moved)
+
+    assert publish(moved).synced
+    assert not runs.exists(), "nothing is written to the old place"
+
+
+def test_a_deleted_run_folder_is_no_news(runs: Path) -> None:
+    """Without its files a trial still has its numbers."""
+    shutil.rmtree(runs / "quickstart")
+
+    assert publish(runs).synced
+
+
+def test_outside_names_are_text(runs: Path) -> None:
+    """Markdown and HTML in names and arguments are shown, not obeyed."""
+    evil = "<img src=x onerror=alert(1)> [click](http://evil) `x` | **b**\n# h"
+    facts = dataclasses.replace(FACTS, name=evil)
+    publish(runs, [trial(0, label="default"), trial(1, 0.1, 0.1, args={"x": evil})], workload=facts, experiment=evil)
+    note = parent(runs).data.tags["mlflow.note.content"]
+    described = client(runs).get_experiment("1").tags["mlflow.note.content"]
+
+    for text in (note, described):
+        assert "<img" not in text
+        assert r"\[click\]\(http://evil\)" in text
+        assert "\n# h" not in text
+
+
+def test_the_saved_view_reads_back(runs: Path) -> None:
+    """The tag is what MLflow's UI reads: an envelope around a packed state that filters, sorts and draws."""
+    made = publish(runs)
+    value = json.loads(client(runs).get_experiment("1").tags["mlflow.sharedViewState.7f3a9c"])
+    scheme, _, packed = value["state"].partition(";")
+    state = json.loads(zlib.decompress(base64.b64decode(packed)))
+
+    assert (value["name"], value["createdAt"], scheme) == ("Pareto review: quickstart", round(START * 1000), "deflate")
+    assert "params.`max_num_batched_tokens`" in state["selectedColumns"]
+    assert "metrics.`ttft_p50_ms.long`" in state["selectedColumns"]
+    scatter = state["compareRunCharts"][0]
+    assert (scatter["xaxis"]["key"], scatter["yaxis"]["key"]) == ("ttft_p50_ms.long", "itl_p99_ms")
+    found = client(runs).search_runs(["1"], state["searchFilter"], order_by=[f"{state['orderByKey']} ASC"])
+    assert [run.data.tags["tune.trial"] for run in found][:2] == ["6", "4"]
+    assert len(found) == 8, "the trial that repeats another is not listed"
+    assert str(made.url()).endswith(f"viewStateShareKey={UID}")
+
+
+def test_the_hint_can_be_pasted(runs: Path) -> None:
+    """A path with a space is quoted; the address leads to the view."""
+    command, address = publish(runs).hint().splitlines()[-2:]
+
+    assert command.endswith(f"mlflow ui --backend-store-uri 'sqlite:///{runs}/mlflow.db'")
+    assert address == (
+        f"http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning&viewStateShareKey={UID}"
+    )
+
+
+def test_users_settings_of_mlflow_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our time limits are defaults."""
+    import importlib
+    import os
+
+    import tuner.sinks.mlflow as module
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY", raising=False)
+    importlib.reload(module)
+
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+
+
+def test_facts_of_a_workload() -> None:
+    """Name, fingerprint and shape come from the rows."""
+    rows = (Request(0.0, 10, 5), Request(1.0, 30, 5))
+    facts = WorkloadFacts.of(Workload("chat", rows, "ff" * 32))
+
+    assert (facts.name, facts.sha256, facts.shape["requests"]) == ("chat", "ff" * 32, 2)
+
+
+def test_names_that_mlflow_refuses_are_respelled() -> None:
+    """Letters outside MLflow's set become underscores."""
+    assert pages.key("ttft_p50_ms.größe(1)") == "ttft_p50_ms.gr__e_1_"
+    assert pages.metric_key(X) == "ttft_p50_ms.long"
+    assert pages.metric_key(Y) == "itl_p99_ms"
