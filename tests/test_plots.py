@@ -15,7 +15,7 @@ from study_data import X, Y, budgets, config, failed, study, trial
 from tuner.results import TrialResult, limits
 from tuner.sinks import plots
 
-LIMITS = limits(study(), budgets())
+LIMITS = limits(study().slo, budgets())
 POSITIVE = st.floats(1e-6, 1e3)
 
 
@@ -61,7 +61,7 @@ def test_axes_are_in_milliseconds_with_readable_names() -> None:
 
 def test_an_slo_on_another_metric_is_named_in_words() -> None:
     """A limit that has no place on the axes is not forgotten."""
-    asked = limits(study(slo=("ttft_p95=1s", "attainment=0.99")), budgets())
+    asked = limits(study(slo=("ttft_p95=1s", "attainment=0.99")).slo, budgets())
     seen = plots.picture(budgets(), X, Y, asked)
 
     assert seen.x.limit is None

@@ -60,7 +60,7 @@ def study(folder: Path, vllm: str) -> Iterator[Study]:
 def test_a_study_measures_the_default_and_what_the_sampler_chose(
     study: Study,
 ) -> None:
-    """Three measured trials beside the failed one; the values vLLM chose for its default are read back; tokens are token-true."""
+    """Three measured beside the failed one; the values vLLM chose for its default are read back."""
     done, _, results = study
 
     assert done.returncode in {0, 3}, done.stderr
