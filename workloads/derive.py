@@ -3,8 +3,8 @@
     python -m workloads.derive --traces DIR
 
 DIR holds the published files, unmodified, each folder with its licence text. The same files give the same
-bytes. Nothing is drawn at random: what is thinned or spread follows from a hash of the row's line number, so
-a row's fate does not depend on its neighbours.
+bytes. Nothing is drawn at random: what is thinned or spread follows from a hash of the row's line number or of
+its prefix group, so a row's fate does not depend on its neighbours.
 """
 
 import argparse
@@ -124,14 +124,14 @@ def merged(*cuts: Cut) -> tuple[Row, ...]:
 
 CONV = "AzureLLMInferenceTrace_conv_first3000.csv"
 CODE = "AzureLLMInferenceTrace_code_first2000.csv"
-CONV_KEPT = 0.6
+CONV_KEPT = 0.5
 CONV_INPUT_SCALE = 8
-CODE_BAND = (2800, 4800)
+CODE_BAND = (3000, 4800)
 CODE_INPUT_SCALE = 2
 OUTPUT_SCALE = 2
 AZURE_SECONDS = 27.0
 # file -> (start in the conversation trace, start in the code trace), s after each file's first row
-AZURE_WINDOWS = {"workload": (480.0, 283.5), "confirm": (300.0, 256.0)}
+AZURE_WINDOWS = {"workload": (60.0, 289.5), "confirm": (420.0, 615.0)}
 
 
 def read_azure(path: Path) -> Iterator[Row]:
@@ -226,13 +226,14 @@ AZURE_TRANSFORM = f"""\
 MOONCAKE = "conversation_first2000.jsonl"
 MOONCAKE_SCALE = 16
 MOONCAKE_BLOCK = 512 // MOONCAKE_SCALE
-MOONCAKE_OUTPUT_SCALE = 3
+MOONCAKE_OUTPUT_SCALE = 4
+MOONCAKE_KEPT = 0.85
 MOONCAKE_STEP = 3.0
 MOONCAKE_SECONDS = 27.0
 # file -> (start, length), s of the trace's clock
 MOONCAKE_WINDOWS = {
     "workload": (435.0, MOONCAKE_SECONDS),
-    "confirm": (615.0, MOONCAKE_SECONDS),
+    "confirm": (630.0, MOONCAKE_SECONDS),
     "history": (375.0, 60.0),
 }
 
@@ -278,6 +279,10 @@ def mooncake(traces: Path) -> Derived:
 
 def _mooncake(cut: Cut) -> Cut:
     cut = cut.keep("without output", (row for row in cut.rows if row.output_len > 0))
+    cut = cut.keep(
+        f"thinned: {MOONCAKE_KEPT:.0%} of the prefix groups kept",
+        (row for row in cut.rows if chance("group", *row.block_ids[:2]) < MOONCAKE_KEPT),
+    )
     cut = cut.change(
         replace(
             row,
@@ -305,7 +310,8 @@ MOONCAKE_TRANSFORM = f"""\
    {{windows}}.
    `history.jsonl` is what came just before `workload.jsonl`, on a clock of its own: its prompts are what a
    running server would have had in its cache.
-2. Rows without output dropped. Nothing thinned: at this size the whole traffic of the window fits.
+2. Rows without output dropped. Of the prefix groups (the first two block ids) {MOONCAKE_KEPT:.0%} kept, by a hash: whole
+   groups, so that the reuse inside a group stays.
 3. Prompt length divided by {MOONCAKE_SCALE}, rounded up; block ids kept, each now {MOONCAKE_BLOCK} tokens
    instead of 512, so that the sharing of prefixes stays. Output length divided by {MOONCAKE_OUTPUT_SCALE}, rounded up.
 4. The recorded clock moves in steps of 3 s, with about ten requests on each. Each row is SPREAD inside its

@@ -1,0 +1,1 @@
+"""Questions answered by measuring: one package a question, `python -m benchmarks.NAME`."""

@@ -1,0 +1,1 @@
+"""Does the token budget trade TTFT for ITL on this machine, with the quick start's model and workload?"""
