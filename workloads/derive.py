@@ -26,7 +26,7 @@ from ruamel.yaml import YAML
 
 HERE = Path(__file__).parent
 MAX_MODEL_LEN = 4096
-LONG = 1024  # a prompt above this is of class `long`
+LONG = 1024  # a prompt of at least this is of class `long`
 QUANTILES = (5, 50, 90, 99, 100)
 
 
@@ -87,6 +87,7 @@ class Derived:
     transform: str
     rows: dict[str, tuple[Row, ...]]
     cuts: dict[str, dict[str, Cut]]
+    is_scaled: bool = True
 
 
 def whole(rows: Iterable[Row]) -> Cut:
@@ -101,11 +102,11 @@ def window(cut: Cut, start: float, seconds: float) -> Cut:
     return kept.change(replace(row, arrival=row.arrival - start) for row in kept.rows)
 
 
-def fits(cut: Cut) -> Cut:
-    """Keep the rows that the demo's server can take."""
+def fits(cut: Cut, max_model_len: int = MAX_MODEL_LEN) -> Cut:
+    """Keep the rows that the server can take."""
     return cut.keep(
-        f"input + output above {MAX_MODEL_LEN:,} tokens after scaling",
-        (row for row in cut.rows if row.input_len + row.output_len <= MAX_MODEL_LEN),
+        f"input + output above {max_model_len:,} tokens",
+        (row for row in cut.rows if row.input_len + row.output_len <= max_model_len),
     )
 
 
@@ -163,7 +164,11 @@ def azure(traces: Path) -> Derived:
         name="azure-conv-2023-small",
         title="Azure 2023, conversations with long code prompts among them, SCALED for a CPU",
         licence="azure_llm_2023/LICENSE",
-        source=AZURE_SOURCE,
+        source=azure_source(
+            "`data/AzureLLMInferenceTrace_conv.csv` and\n  `data/AzureLLMInferenceTrace_code.csv`, "
+            "of which the first 3,000 and the first 2,000 rows were read",
+            f": of the conversation file for a prompt below\n  {LONG:,} tokens, of the code file for a longer one",
+        ),
         transform=AZURE_TRANSFORM.replace(
             "{windows}",
             "; ".join(
@@ -197,16 +202,43 @@ def _scaled(row: Row, input_scale: int) -> Row:
     return replace(row, input_len=-(-row.input_len // input_scale), output_len=-(-row.output_len // OUTPUT_SCALE))
 
 
-AZURE_SOURCE = """\
+# Azure 2023 as recorded, for a GPU and a model of 7 B: enough requests for a p99 in two minutes.
+
+RECORDED_SECONDS, RECORDED_MODEL_LEN = 120.0, 8192
+RECORDED_WINDOWS = {"workload": 60.0, "confirm": 360.0}
+
+
+def azure_as_recorded(traces: Path) -> Derived:
+    """Return two windows of the conversation trace, unchanged."""
+    source = whole(read_azure(traces / "azure_llm_2023" / CONV))
+    cuts = {
+        name: {CONV: fits(window(source, start, RECORDED_SECONDS), RECORDED_MODEL_LEN)}
+        for name, start in RECORDED_WINDOWS.items()
+    }
+    starts = "; ".join(f"`{name}.jsonl` from {start:g} s" for name, start in RECORDED_WINDOWS.items())
+    return Derived(
+        name="azure-conv-2023",
+        title="Azure 2023, conversations as recorded",
+        licence="azure_llm_2023/LICENSE",
+        source=azure_source("`data/AzureLLMInferenceTrace_conv.csv`,\n  of which the first 3,000 rows were read", ""),
+        transform=f"Window of {RECORDED_SECONDS:g} s of the trace, rebased to 0: {starts}. Nothing else.\n",
+        rows={name: merged(*of.values()) for name, of in cuts.items()},
+        cuts=cuts,
+        is_scaled=False,
+    )
+
+
+def azure_source(files: str, source_line: str) -> str:
+    """Return where an Azure 2023 workload comes from, in words."""
+    return f"""\
 - Trace: Azure LLM inference trace 2023, github.com/Azure/AzurePublicDataset at commit
-  b469a113cedca53ddc3bdea71a143dc4b7d8700c, `data/AzureLLMInferenceTrace_conv.csv` and
-  `data/AzureLLMInferenceTrace_code.csv`, of which the first 3,000 and the first 2,000 rows were read.
+  b469a113cedca53ddc3bdea71a143dc4b7d8700c, {files}.
 - Licence: CC-BY-4.0, text in `LICENSE`. Changes were made; they are listed below.
 - Attribution: Pratyush Patel, Esha Choukse, Chaojie Zhang, Aashaka Shah, Íñigo Goiri, Saeed Maleki, Ricardo
   Bianchini, "Splitwise: Efficient generative LLM inference using phase splitting", ISCA 2024.
-- `source_line` is the line in the published file, header included: of the conversation file for a prompt of
-  at most 1,024 tokens, of the code file for a longer one.
+- `source_line` is the line in the published file, header included{source_line}.
 """
+
 
 AZURE_TRANSFORM = f"""\
 1. Window of {AZURE_SECONDS:g} s of each trace, rebased to 0 and laid over one another:
@@ -310,8 +342,8 @@ MOONCAKE_TRANSFORM = f"""\
    {{windows}}.
    `history.jsonl` is what came just before `workload.jsonl`, on a clock of its own: its prompts are what a
    running server would have had in its cache.
-2. Rows without output dropped. Of the prefix groups (the first two block ids) {MOONCAKE_KEPT:.0%} kept, by a hash: whole
-   groups, so that the reuse inside a group stays.
+2. Rows without output dropped. Of the prefix groups (the first two block ids) {MOONCAKE_KEPT:.0%} kept, by a hash:
+   whole groups, so that the reuse inside a group stays.
 3. Prompt length divided by {MOONCAKE_SCALE}, rounded up; block ids kept, each now {MOONCAKE_BLOCK} tokens
    instead of 512, so that the sharing of prefixes stays. Output length divided by {MOONCAKE_OUTPUT_SCALE}, rounded up.
 4. The recorded clock moves in steps of 3 s, with about ten requests on each. Each row is SPREAD inside its
@@ -346,8 +378,8 @@ def observe(rows: Sequence[Row], text: str, before: Sequence[Row]) -> dict[str, 
 
 def _by_class(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {
-        "short": [row for row in rows if row.input_len <= LONG],
-        "long": [row for row in rows if row.input_len > LONG],
+        "short": [row for row in rows if row.input_len < LONG],
+        "long": [row for row in rows if row.input_len >= LONG],
     }
 
 
@@ -383,13 +415,18 @@ def ideal_prefix_hit(rows: Sequence[Row], before: Sequence[Row] = ()) -> float:
     return hit / sum(row.input_len for row in rows)
 
 
+SCALED = (
+    "**This is a scaled workload.** It has the form of the recorded traffic and not its size: it is meant for",
+    "the demonstration model on two CPU cores, and its numbers say nothing about anybody's production load.",
+)
+
+
 def card(workload: Derived, observed: dict[str, dict[str, Any]]) -> str:
     """Return the README of a workload."""
     lines = [
         f"# {workload.title}",
         "",
-        "**This is a scaled workload.** It has the form of the recorded traffic and not its size: it is meant for",
-        "the demonstration model on two CPU cores, and its numbers say nothing about anybody's production load.",
+        *(SCALED if workload.is_scaled else ("Lengths and arrival times are those of the trace.",)),
         "Written by `python -m workloads.derive`; do not edit by hand.",
         "",
         "## Source",
@@ -469,18 +506,20 @@ def write(workload: Derived, traces: Path) -> Path:
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(card(workload, observed), encoding="utf-8")
     profile = io.StringIO()
-    YAML().dump({"name": workload.name, "scaled": True, "class_boundary": LONG, "observed": observed}, profile)
+    YAML().dump(
+        {"name": workload.name, "scaled": workload.is_scaled, "class_boundary": LONG, "observed": observed}, profile
+    )
     (folder / "profile.yaml").write_text(profile.getvalue(), encoding="utf-8")
     shutil.copyfile(traces / workload.licence, folder / "LICENSE")
     return folder
 
 
 def main() -> None:
-    """Write every demo workload."""
+    """Write every workload."""
     parser = argparse.ArgumentParser(prog="python -m workloads.derive", description=main.__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder with the published traces")
     traces = parser.parse_args().traces
-    for make in (azure, mooncake):
+    for make in (azure, azure_as_recorded, mooncake):
         print(write(make(traces), traces))
 
 
