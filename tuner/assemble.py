@@ -163,7 +163,7 @@ def _closing(spec: StudySpec, results: Sequence[TrialResult], folder: RunFolder,
     if any(r.is_measured for r in results):
         best = exporting.pick(results, spec, "best")
         exported = _export(best, spec, results, folder, folder.path / "best")
-        parts.append(_front_table(spec, results))
+        parts += ["", _front_table(spec, results)]
         commands.append(exported.start_line)
     commands.append(f"{as_typed('tune')} show {shlex.quote(str(folder.path))}")
     if mirror is not None:

@@ -140,9 +140,9 @@ class ConsoleSink:
         self._results = list(results)
         if counts(result):
             self._durations.append(time.perf_counter() - self._trial_start)
+        self._trial, self._phase, self._expected = "", "", None
         left = self._left()
         self._line(f"trial {result.number}: {self._outcome(result)}{'; ' + left if left else ''}")
-        self._trial, self._phase, self._expected = "", "", None
 
     def study_ended(self, results: Sequence[TrialResult]) -> None:
         """Leave the terminal as it was."""

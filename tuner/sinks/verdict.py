@@ -271,12 +271,17 @@ def render_trials(
     for key in (x, y):
         table.add_column(metric_name(key), justify="right")
     for slo in limits(spec.slo, results):
-        table.add_column(Text(describe_slo(slo)), overflow="fold")
+        table.add_column(Text(_on_two_lines(describe_slo(slo))), overflow="fold")
     rows = [row for row in trial_table(spec, results) if only is None or row.number in only]
     for row in rows:
         table.add_row(*_cells(row, (x, y)), style="bold" if "recommended" in row.marks else None)
     legend = "* on the Pareto front" if any("front" in row.marks for row in rows) else ""
     return Group(table, Text(legend, style="dim"))
+
+
+def _on_two_lines(words: str) -> str:
+    """Break "itl_p99 <= 151 ms (0.33x)" before the limit, to leave room for the arguments."""
+    return words.replace(" <= ", "\n<= ").replace(" >= ", "\n>= ")
 
 
 def _cells(row: TrialRow, keys: tuple[str, str]) -> list[Text]:
