@@ -145,7 +145,7 @@ def _mirror(plan: Plan, folder: RunFolder, where: Where, uid: str) -> Any:
         study_uid=uid,
         run_folder=folder.path,
         workload=pages.WorkloadFacts.of(plan.workload),
-        experiment=f"{Path(plan.spec.model).name} on {plan.workload.name}",
+        experiment=f"{pages.short_model(plan.spec.model)} on {plan.workload.name}",
         vllm_version=plan.vllm.version if plan.vllm else None,
         warn=_say,
     )

@@ -371,7 +371,7 @@ class MlflowSink:
         x, y = spec.objective_metrics
         asked = limits(spec.slo, ordered)
         words = {
-            "title": f"{spec.name}: {spec.model} on {self._workload.name}",
+            "title": f"{spec.name}: {pages.short_model(spec.model)} on {self._workload.name}",
             "subtitle": verdict(spec, ordered).splitlines()[0],
         }
         client.log_text(run_id, plots.figure_html(ordered, x, y, asked, **words), "pareto/pareto.html")

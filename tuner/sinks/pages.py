@@ -374,7 +374,7 @@ def _note_row(spec: StudySpec, name: str, result: TrialResult, default: TrialRes
 
 def experiment_note(spec: StudySpec, workload: WorkloadFacts, review: str) -> str:
     """Return the experiment's description: what is served on which traffic, and where to look."""
-    traffic = f"{markdown(spec.model)} on recorded traffic, **{markdown(workload.name)}**"
+    traffic = f"{markdown(short_model(spec.model))} on recorded traffic, **{markdown(workload.name)}**"
     shape = [f"{words} {workload.shape[name]:,.4g}" for name, words in SHAPE.items() if name in workload.shape]
     return f"{traffic}. [Pareto review of {markdown(spec.name)}]({review})\n\n{markdown(', '.join(shape))}\n"
 
@@ -450,6 +450,11 @@ def open_ui_hint(tracking_uri: str, url: str | None, program: str = "mlflow") ->
     command = f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
     lines.append(f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {command}")  # without it: 11 processes, 2.6 GB
     return "\n".join(lines + ([url] if url else []))
+
+
+def short_model(model: str) -> str:
+    """Return a model's name on a hub as it is, and of a folder the last part alone."""
+    return Path(model).name if model.startswith(("/", ".")) else model
 
 
 def has_ui() -> bool:
