@@ -61,7 +61,7 @@ class Workload:
         name: the folder's name.
         requests: rows sorted by arrival, ties in file order.
         sha256: of the file's bytes, or of the file's and the transform's when rows were changed.
-        history: rows before the window; arrival counts backwards from the window's start.
+        history: rows that came before the window, in order, on a clock of their own.
         confirm: rows of the window kept for confirmation.
         transforms: what was done to the recorded rows, in words, in order.
     """
