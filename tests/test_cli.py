@@ -127,6 +127,16 @@ def test_out_of_memory_is_a_trial_and_the_study_goes_on(project: Project) -> Non
         (["run", "s.yaml", "--set", "engine_args.api_key=canary"], 2, "is a secret"),
         (["run", "s.yaml", "--gpus", "0"], 4, "this host has none"),
         (["run", "s.yaml", "--set", "topologies=[1p1d]"], 2, "this version serves 1x only"),
+        (["run", "s.yaml", "--slo", "ttft.long=1s"], 2, "no prompt of class long"),
+        (["run", "s.yaml", "--baseline", "vllm serve m --hf-token canary"], 2, "hf_token is a secret"),
+        (["run", "s.yaml", "--set", "search_space.api_key=[canary, b]"], 2, "is a secret"),
+        (["run", "s.yaml", "--set", "env.MY_AUTH=canary"], 2, "looks like a secret"),
+        (["run", "s.yaml", "--set", "search_space.max_num_seqs={low: .nan, high: 5.5}"], 2, "must be finite"),
+        (["run", "s.yaml", "--set", "engine_args.dtype=2026-01-01"], 2, "in quotes"),
+        (["run", "s.yaml", "--set", "objectives={ttft: foo, itl: itl_p99}"], 2, "objectives.ttft: foo"),
+        (["run", "s.yaml", "--name", "mlflow.db"], 2, "is taken by the MLflow store"),
+        (["run", "s.yaml", "--trials", "0"], 2, "--trials: budget.trials"),
+        (["run", "s.yaml", "--storage", "nonsense://x"], 4, "Optuna storage nonsense://x"),
         (["run", "--resume", "runs/none"], 2, "not a run folder"),
         (["show", "runs/none"], 2, "not a run folder"),
         (["export", "runs/none"], 2, "not a run folder"),
@@ -200,6 +210,110 @@ def test_an_interrupt_keeps_what_is_measured_and_resume_goes_on(project: Project
     assert done.returncode == 0, done.stderr
     assert before
     assert len(measured) == len(set(budgets)) == 4
+
+
+def test_an_interrupt_while_the_server_stops_keeps_the_measurement(project: Project) -> None:
+    """What is measured when Ctrl-C comes is kept and told, though the server takes long to end."""
+    running = project.start("run", "s.yaml", "--mlflow", "off", FAKE_VLLM=json.dumps({"stop_delay": 3.0}))
+    assert running.stderr is not None
+    while "trial 0: stopping" not in running.stderr.readline():
+        assert running.poll() is None
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=30)
+
+    assert running.returncode == 130
+    assert [(r["label"], r["failure"]) for r in project.results()] == [("default", None)]
+
+
+def test_the_default_is_measured_however_often_it_was_interrupted(project: Project) -> None:
+    """Four interruptions in trial 0 do not use up its tries; SIGTERM is an interruption like Ctrl-C."""
+    words = ["run", "s.yaml"]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+        running = project.start(*words, "--mlflow", "off", FAKE_VLLM=json.dumps({"start_delay": 20.0}))
+        assert running.stderr is not None
+        while ": starting" not in running.stderr.readline():
+            assert running.poll() is None
+        running.send_signal(number)
+        _, said = running.communicate(timeout=30)
+        assert running.returncode == 130, said
+        assert "--resume runs/fake" in said
+        words = ["run", "--resume", "runs/fake"]
+    done = project.tune(*words, "--mlflow", "off")
+
+    assert done.returncode == 0, done.stderr
+    assert next(r["label"] for r in project.results() if r["failure"] is None) == "default"
+
+
+def test_a_run_folder_has_one_writer(project: Project) -> None:
+    """A second tune on the folder is refused and the first goes on."""
+    running = project.start("run", "s.yaml", "--mlflow", "off")
+    wait_for(lambda: len(project.results()) >= 1, 60)
+    second = project.tune("run", "--resume", "runs/fake", "--mlflow", "off")
+    running.communicate(timeout=60)
+
+    assert (second.returncode, running.returncode) == (4, 0)
+    assert "another tune is at work here" in second.stderr
+
+
+def test_a_result_that_was_taken_away_is_measured_again(project: Project) -> None:
+    """The hint for a damaged result keeps its promise, for the default as well."""
+    project.tune("run", "s.yaml", "--mlflow", "off")
+    for number in (0, 1):
+        (project.folder / f"runs/fake/trials/{number:04d}/result.json").unlink()
+    done = project.tune("run", "--resume", "runs/fake", "--mlflow", "off")
+
+    measured = [r for r in project.results() if r["failure"] is None and r["same_as"] is None]
+    assert done.returncode == 0, done.stderr
+    assert len(measured) == 3
+    assert [r["label"] for r in measured].count("default") == 1
+
+
+def test_a_lost_storage_or_a_changed_study_is_refused(project: Project) -> None:
+    """Numbers are not given away twice, and two studies are not mixed."""
+    project.tune("run", "s.yaml", "--mlflow", "off")
+    before = project.results()
+    file = project.folder / "runs/fake/study.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("model: m", "model: other"))
+    changed = project.tune("run", "--resume", "runs/fake", "--mlflow", "off", "--trials", "5")
+    file.write_text(text)
+    (project.folder / "runs/fake/optuna.db").unlink()
+    lost = project.tune("run", "--resume", "runs/fake", "--mlflow", "off", "--trials", "5")
+
+    assert (changed.returncode, lost.returncode) == (2, 4)
+    assert "was changed since the run began" in changed.stderr
+    assert "the storage was lost" in lost.stderr
+    assert project.results() == before
+
+
+def test_what_cannot_be_judged_is_not_met_and_says_so(project: Project) -> None:
+    """Every third request fails, so no p99 exists: verdict on stdout, exit 3, nothing exported."""
+    fault = json.dumps({"http_status": {"every": 3, "status": 500}})
+    done = project.tune("run", "s.yaml", "--mlflow", "off", "--trials", "1", FAKE_VLLM=fault)
+
+    assert done.returncode == 3
+    assert "not" in done.stdout.splitlines()[0]
+    assert not (project.folder / "runs/fake/best").exists()
+
+
+def test_an_slo_may_name_a_class_of_the_study(project: Project) -> None:
+    """Classes of the user's own, split where they like."""
+    words = ["--set", "workload.classes={chat: [0, 50], doc: [50, 5000]}", "--slo", "ttft_p90.chat=10s"]
+    done = project.tune("run", "s.yaml", "--mlflow", "off", "--trials", "1", *words)
+
+    assert done.returncode == 0, done.stderr
+    assert "ttft_p90_ms.chat" in project.results()[0]["metrics"]  # type: ignore[operator]
+
+
+def test_a_reader_that_has_gone_does_not_change_the_exit_code(project: Project) -> None:
+    """`tune run ... | true` ends with what the study found."""
+    words = [sys.executable, "-m", "tuner", "run", "s.yaml", "--slo", "ttft=0.01ms", "--trials", "1", "--mlflow", "off"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(words, cwd=project.folder, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+
+    assert done.returncode == 3
 
 
 def test_a_finished_run_is_shown_and_exported_again(project: Project) -> None:

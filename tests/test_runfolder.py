@@ -57,7 +57,7 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, SPEC)
     with pytest.raises(SpecError, match="not a run folder") as caught:
         RunFolder.open(tmp_path / "other")
-    assert caught.value.hint == "there are: s"
+    assert caught.value.hint == f"there are: {tmp_path / 's'}"
 
 
 def test_a_folder_that_cannot_be_written_is_a_host_error(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """The switchboard: the only place that picks implementations and joins the rooms into what a verb does."""
 
+import hashlib
 import io
 import json
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from tuner.seams import Sink
 from tuner.sinks import verdict as words
 from tuner.sinks.console import ConsoleSink
 from tuner.sinks.runfolder import RunFolder, write_atomically, write_json
-from tuner.spec import StudySpec
+from tuner.spec import Budget, StudySpec
 from tuner.study import store
 from tuner.study.loop import Study
 
@@ -57,9 +59,17 @@ def run(plan: Plan, where: Where) -> int:
             },
             "vllm_version": plan.vllm and plan.vllm.version,
             "host": dict(plan.host),
+            "study": _digest(folder.spec),
         },
     )
-    return _conduct(plan, folder, where)
+    with folder.locked():
+        return _conduct(plan, folder, where)
+
+
+def _digest(spec: StudySpec) -> str:
+    """Return what identifies a study whose budget may still be extended."""
+    fixed = spec.model_copy(update={"budget": Budget(trials=1)})
+    return hashlib.sha256(specs.dump(fixed).encode()).hexdigest()
 
 
 def resume(path: Path, where: Where, budget: Mapping[str, Any]) -> int:
@@ -70,10 +80,20 @@ def resume(path: Path, where: Where, budget: Mapping[str, Any]) -> int:
         HostError: another vLLM than the run began with.
     """
     folder = RunFolder.open(path)
-    spec = specs.load(folder.path / "study.yaml", budget)
-    if budget:
-        write_atomically(folder.path / "study.yaml", specs.dump(spec))
-    facts = _facts(folder)
+    with folder.locked():
+        spec = specs.load(folder.path / "study.yaml", budget)
+        facts = _facts(folder)
+        if facts["study"] != _digest(spec):
+            raise SpecError(
+                f"{folder.path / 'study.yaml'} was changed since the run began: its results would mix two studies",
+                hint=f"start a new run: {as_typed('tune')} run {shlex.quote(str(folder.path / 'study.yaml'))}",
+            )
+        if budget:
+            write_atomically(folder.path / "study.yaml", specs.dump(spec))
+        return _continue(folder, spec, facts, where)
+
+
+def _continue(folder: RunFolder, spec: StudySpec, facts: Any, where: Where) -> int:
     rows = workloads.load(folder.path / "workload" / "workload.jsonl")
     known = facts["workload"]
     workload = replace(rows, name=known["name"], sha256=known["sha256"], transforms=tuple(known["transforms"]))
@@ -82,7 +102,7 @@ def resume(path: Path, where: Where, budget: Mapping[str, Any]) -> int:
     version = found.vllm and found.vllm.version
     if facts["vllm_version"] and version != facts["vllm_version"]:
         raise HostError(
-            f"{path} was begun with vLLM {facts['vllm_version']}, here is {version}: their numbers do not mix",
+            f"{folder.path} was begun with vLLM {facts['vllm_version']}, here is {version}: their numbers do not mix",
             hint="start a new run",
         )
     for pid in end_leftovers(folder.path / "processes.jsonl"):
@@ -93,8 +113,9 @@ def resume(path: Path, where: Where, budget: Mapping[str, Any]) -> int:
 def _facts(folder: RunFolder) -> Any:
     file = folder.path / "plan.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        return {name: facts[name] for name in ("workload", "baseline", "vllm_version", "study")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(
             f"{file}: cannot be read: {error}", hint="this run cannot be continued; start a new one"
         ) from error
@@ -120,8 +141,8 @@ def _conduct(plan: Plan, folder: RunFolder, where: Where) -> int:
         results = study.run()
     except Interrupted as error:
         raise Interrupted(error.message, hint=f"continue with: {_resuming(folder)}") from None
-    sys.stdout.write(_closing(spec, results, folder, mirror))
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):  # whoever read has gone; the exit code still says how it ended
+        print(_closing(spec, results, folder, mirror), end="", flush=True)
     return _exit_code(spec, results)
 
 
@@ -161,10 +182,9 @@ def _closing(spec: StudySpec, results: Sequence[TrialResult], folder: RunFolder,
     """Return the last words of a study: verdict, Pareto front, what to do next."""
     parts, commands = [words.verdict(spec, results)], []
     if any(r.is_measured for r in results):
-        best = exporting.pick(results, spec, "best")
-        exported = _export(best, spec, results, folder, folder.path / "best")
         parts += ["", _front_table(spec, results)]
-        commands.append(exported.start_line)
+    if (best := exporting.best(results, spec)) is not None:
+        commands.append(_export(best, spec, results, folder, folder.path / "best").start_line)
     commands.append(f"{as_typed('tune')} show {shlex.quote(str(folder.path))}")
     if mirror is not None:
         commands += mirror.hint(as_typed("mlflow")).splitlines()
@@ -190,7 +210,10 @@ def _rendered(renderable: Any) -> str:
 
 def show(target: Path) -> str:
     """Return a run's trials, front and verdict, or a workload's shape."""
-    if (target / "study.yaml").is_file() or not _is_workload(target):
+    if not (target / "study.yaml").is_file() and not _is_workload(target):
+        with suppress(SpecError):
+            target = specs.find_workload(str(target), None)
+    if not _is_workload(target):
         folder = RunFolder.open(target)
         spec, results = folder.spec, folder.read_all()
         return _rendered(words.render_trials(spec, results)) + words.verdict(spec, results) + "\n"

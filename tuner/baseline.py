@@ -1,5 +1,6 @@
 """The configuration a user runs today, as a YAML of `vllm serve --config` or as a command line."""
 
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,9 +9,17 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from tuner.errors import SpecError
-from tuner.serving import Json, ServingConfig, argument
+from tuner.serving import SECRET_ARGUMENTS, Json, ServingConfig, argument
 
-IGNORED = {"host", "port", "served_model_name", "uvicorn_log_level", "disable_log_requests", "enable_log_requests"}
+IGNORED = {
+    "host",
+    "port",
+    "uds",
+    "served_model_name",
+    "uvicorn_log_level",
+    "disable_log_requests",
+    "enable_log_requests",
+}
 
 
 def read(text: str, default: ServingConfig) -> ServingConfig:
@@ -31,8 +40,11 @@ def read(text: str, default: ServingConfig) -> ServingConfig:
             f"--baseline: it serves {model!r}, the study {default.model!r}", hint="compare configurations of one model"
         )
     kept = {name: value for name, value in args.items() if name not in IGNORED}
-    if "api_key" in kept:
-        raise SpecError("--baseline: api_key is a secret", hint="remove it and export VLLM_API_KEY in the shell")
+    for name in kept:
+        if (variable := SECRET_ARGUMENTS.get(name)) is not None:
+            raise SpecError(f"--baseline: {name} is a secret", hint=f"remove it and export {variable} in the shell")
+    if not kept:
+        raise SpecError("--baseline: it has no arguments", hint="trial 0 is vLLM's own default in any case")
     return ServingConfig(default.model, kept, default.env, default.topology, command=default.command)
 
 
@@ -80,6 +92,8 @@ def _from_command(text: str) -> dict[str, Json]:
 def _values(words: list[str]) -> list[str]:
     values = []
     while words and not words[0].startswith("--"):
+        if re.fullmatch(r"-[a-z]+", words[0]):
+            raise SpecError(f"--baseline: {words[0]}: write the flag in its long form, such as --tensor-parallel-size")
         values.append(words.pop(0))
     return values
 

@@ -3,9 +3,11 @@
 Results go to stdout, progress and errors to stderr.
 """
 
+import errno
 import functools
 import io
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +42,9 @@ def _guarded(verb: Callable[P, int]) -> Callable[P, None]:
 
     @functools.wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        signal.signal(signal.SIGTERM, _as_interrupt)  # what docker and systemd send: stop as Ctrl-C does
+        if sys.stdout is None:
+            sys.stdout = io.StringIO()
         logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
         try:
             code = verb(*args, **kwargs)
@@ -51,12 +56,18 @@ def _guarded(verb: Callable[P, int]) -> Callable[P, None]:
         except KeyboardInterrupt:
             print("tune: interrupted", file=sys.stderr)
             code = ExitCode.INTERRUPTED
-        except BrokenPipeError:
-            sys.stdout = io.StringIO()  # the reader has gone; nothing more can be said to it
-            code = ExitCode.OK
+        except OSError as error:
+            if error.errno not in {errno.EPIPE, errno.ENOSPC, errno.EBADF} or error.filename is not None:
+                raise
+            sys.stdout = io.StringIO()  # nothing more can be said there
+            code = ExitCode.OK if error.errno == errno.EPIPE else ExitCode.HOST
         raise typer.Exit(code)
 
     return run
+
+
+def _as_interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _show_version(value: bool) -> None:  # noqa: FBT001 (typer's callback)

@@ -1,5 +1,6 @@
 """The dimensions of a search space: ranges, choices and fractions of another argument, as a study writes them."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -84,6 +85,8 @@ class Fraction(Part):
 
 
 def _check_order(low: float, high: float, *, log: bool) -> None:
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"low {low:g} and high {high:g} must be finite")
     if low >= high:
         raise ValueError(f"low {low:g} must be below high {high:g}; to fix a value put it under engine_args")
     if log and low <= 0:

@@ -5,12 +5,12 @@ The only place in which deployment and replay meet.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuner import metrics, units
-from tuner.errors import FailureKind, InvalidReplay
+from tuner.errors import FailureKind, HostError, InvalidReplay
 from tuner.replay import run as replaying
 from tuner.results import Repeat
 from tuner.seams import Deployment, Evaluation, Launcher, Progress, Replay
@@ -70,10 +70,24 @@ class LiveEvaluator:
             HostError: the server could not be ended completely.
         """
         watch = Stopwatch()
-        repeats = []
+        repeats: list[Repeat] = []
+        late: BaseException | None = None
+        try:
+            self._measure(config, slos, directory, progress, watch, repeats)
+        except (KeyboardInterrupt, HostError) as error:
+            if len(repeats) < self.spec.repeats:
+                raise
+            late = error
+        return Evaluation(tuple(repeats), {}, watch.seconds, late)
+
+    def _measure(  # noqa: PLR0917 (what, how, and where to)
+        self, config: ServingConfig, slos: Sequence[Slo], directory: Path, progress: Progress, watch: Stopwatch,
+        repeats: list[Repeat],
+    ) -> None:  # fmt: skip
         progress.phase("starting")
         started = time.perf_counter()
-        with self.launcher.launch(config, directory) as deployment:
+        with ExitStack() as stack:
+            deployment = stack.enter_context(self.launcher.launch(config, directory))
             watch.seconds["start"] = time.perf_counter() - started
             with watch.phase("warm_up"):
                 self._warm_up(config, deployment, progress)
@@ -82,9 +96,8 @@ class LiveEvaluator:
                     seen, notes = self._replay(config, deployment, number, slos, progress)
                 repeats.append(self._write_down(seen, notes, slos, directory / f"repeat-{number}"))
             progress.phase("stopping")
-            stopping = time.perf_counter()
-        watch.seconds["stop"] = time.perf_counter() - stopping
-        return Evaluation(tuple(repeats), {}, watch.seconds)
+            with watch.phase("stop"):
+                stack.close()
 
     def _warm_up(self, config: ServingConfig, deployment: Deployment, progress: Progress) -> None:
         progress.phase("warm-up", expected=self.spec.workload.warm_up)
@@ -119,7 +132,9 @@ class LiveEvaluator:
                 check_alive=deployment.check_alive,
             )  # fmt: skip
             try:
-                cautions = replaying.judge(seen, ttft_limit=min(limits, default=None), keys=keys)
+                cautions = replaying.judge(
+                    seen, ttft_limit=min(limits, default=None), keys=keys, classes=self.spec.workload.classes
+                )
             except InvalidReplay as error:
                 if error.kind is not FailureKind.CLIENT_LAG or attempt == 2:
                     raise

@@ -10,7 +10,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from tuner import __version__, results, slo
-from tuner.errors import SpecError
+from tuner.errors import HostError, SpecError
 from tuner.results import TrialResult
 from tuner.serving import ServingConfig, to_config
 from tuner.slo import Slo
@@ -44,16 +44,20 @@ def pick(found: Sequence[TrialResult], spec: StudySpec, choice: str) -> TrialRes
         return _numbered(found, int(choice))
     if choice not in PICKS:
         raise SpecError(f"--pick {choice}: unknown", hint=f"one of {', '.join(PICKS)} or a trial number")
-    if choice == "best":
-        best = results.recommend(measured, x, y) or results.closest(measured)
-        if best is not None:
-            return best
+    if choice == "best" and (found_best := best(found, spec)) is not None:
+        return found_best
     front = results.front(measured, x, y)
     if not front:
         raise SpecError(f"no trial has both {x} and {y}", hint="choose a trial by its number: --pick 3")
     if choice in {"ttft", "itl"}:
         return front[0] if choice == "ttft" else front[-1]
     return results.knee(front, x, y) or front[0]
+
+
+def best(found: Sequence[TrialResult], spec: StudySpec) -> TrialResult | None:
+    """Return the recommended trial or, when no trial met the SLO, the closest; None when there is neither."""
+    measured = [r for r in found if r.is_measured]
+    return results.recommend(measured, *spec.objective_metrics) or results.closest(measured)
 
 
 def _numbered(found: Sequence[TrialResult], number: int) -> TrialResult:
@@ -85,10 +89,13 @@ def write(  # noqa: PLR0917 (what, of which study, where to)
         facts: further lines of provenance, by name.
         program: how the reader's shell finds the command's program, where its bare name would not do.
     """
-    out.mkdir(parents=True, exist_ok=True)
     yaml_file, env_file = out / "serve.yaml", out / "serve.env"
-    yaml_file.write_text(serve_yaml(result, spec, slos, facts), encoding="utf-8")
-    env_file.write_text(serve_env(result.config), encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yaml_file.write_text(serve_yaml(result, spec, slos, facts), encoding="utf-8")
+        env_file.write_text(serve_env(result.config), encoding="utf-8")
+    except OSError as error:
+        raise HostError(f"{out}: cannot be written: {error.strerror}", hint="give another folder with -o") from error
     return Exported((yaml_file, env_file), start_line(result.config, yaml_file, env_file, program))
 
 

@@ -107,6 +107,10 @@ def check(
             where = specs.where(source, "topologies")
             raise SpecError(f"{where}: {topology} needs a group of servers", hint="this version serves 1x only")
     _refuse_partial_prefills(spec, source)
+    _refuse_empty_classes(spec, workload)
+    if spec.gpus is not None and not gpu.list_gpus():
+        raise HostError(f"the study asks for GPUs {list(spec.gpus)}, but this host has none (no nvidia-smi)",
+                        hint="take a study for CPUs: tune run cpu-quickstart")  # fmt: skip
     served = spec.model_copy(update={"model": _model(spec.model)})
     default = space.default_config(served)
     base = baselines.read(baseline, default) if baseline is not None else None
@@ -155,6 +159,18 @@ def _refuse_partial_prefills(spec: StudySpec, source: Path) -> None:
                 )  # fmt: skip
 
 
+def _refuse_empty_classes(spec: StudySpec, workload: Workload) -> None:
+    """An SLO or an objective on prompts that the workload does not have could never be measured."""
+    for metric in dict.fromkeys([*(s.metric for s in spec.slo), *spec.objective_metrics]):
+        scope = metric.partition(".")[2]
+        low, high = spec.workload.classes.get(scope, (0, 0))
+        if scope and not any(low <= row.input_len < high for row in workload.requests):
+            raise SpecError(
+                f"{metric}: workload {workload.name} has no prompt of class {scope} ({low} tokens and more)",
+                hint="take another metric, or classes that fit: workload.classes",
+            )
+
+
 def _ask_vllm(spec: StudySpec, default: ServingConfig, base: ServingConfig | None) -> probe.Probe:
     configs = [default] if base is None else [default, base]
     argvs = [to_argv(config)[len(config.command) :] for config in configs]
@@ -188,7 +204,7 @@ def _values(found: probe.Probe, spec: StudySpec, source: Path) -> dict[str, Json
 
 
 def _hint(reason: str, spec: StudySpec) -> str:
-    if "is not a local folder" in reason or "Repo id must be" in reason or spec.model in reason:
+    if any(part in reason for part in ("is not a local folder", "Repo id must be", "huggingface.co", spec.model)):
         return f"is the model {spec.model!r} there, and may this host download it?"
     return "mend engine_args"
 
@@ -204,9 +220,6 @@ def _gpus(spec: StudySpec, found: probe.Probe | None) -> tuple[int, ...]:
         raise HostError(f"the study asks for GPUs {list(spec.gpus)}, but this vLLM is a build for CPUs",
                         hint="install a vLLM for GPUs, or take a study for CPUs: tune run cpu-quickstart")  # fmt: skip
     seen = () if on_cpu else gpu.list_gpus()
-    if spec.gpus is not None and not seen:
-        raise HostError(f"the study asks for GPUs {list(spec.gpus)}, but this host has none (no nvidia-smi)",
-                        hint="take a study for CPUs: tune run cpu-quickstart")  # fmt: skip
     if not seen:
         return ()
     parallel = spec.engine_args.get("tensor_parallel_size", 1)

@@ -63,11 +63,20 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluator found about one configuration."""
+    """What an evaluator found about one configuration.
+
+    Attributes:
+        repeats: one entry a replay.
+        effective: engine arguments that the server was seen to run with.
+        cost: seconds by phase.
+        late: an interrupt or a failed clean-up that came when everything was measured; to be raised once
+            the measurement is kept.
+    """
 
     repeats: tuple[Repeat, ...]
     effective: Mapping[str, Json]
     cost: Mapping[str, float]
+    late: BaseException | None = None
 
 
 class Progress(Protocol):

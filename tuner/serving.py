@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+# Arguments whose values never belong on a command line or in a file, and the variable to export instead.
+SECRET_ARGUMENTS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
+
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 

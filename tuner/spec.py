@@ -5,6 +5,7 @@ Nothing here starts or asks anything; a study file cannot execute anything.
 
 import difflib
 import io
+import math
 import re
 import shlex
 import sys
@@ -30,12 +31,14 @@ from tuner import units
 from tuner.dimensions import DEFAULT_SPACE, Dimension, Fraction, IntRange, Part
 from tuner.errors import SpecError
 from tuner.metrics import DEFAULT_CLASSES
-from tuner.serving import Json, Topology
+from tuner.serving import SECRET_ARGUMENTS, Json, Topology
 from tuner.slo import Slo
 
-SECRET = re.compile(r"(^|_)(TOKEN|API_KEY|KEY|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
+SECRET = re.compile(r"(^|_)(TOKENS?|AUTH|API_?KEYS?|KEYS?|SECRETS?|PASSWORD|PASSWD|PWD|CREDENTIALS?)$", re.IGNORECASE)
+WITH_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
+RESERVED_NAMES = ("mlflow.db", "artifacts")
 TINY_MODEL = "tune/tiny-qwen2"
-OWN_ARGS = ("host", "port", "config", "model", "model_tag", "api_key", "uds")
+OWN_ARGS = ("host", "port", "config", "model", "model_tag", "uds")
 
 
 def _seconds(value: object) -> object:
@@ -117,42 +120,62 @@ def _topology(value: object) -> object:
 
 
 def _no_secret(env: dict[str, str]) -> dict[str, str]:
-    for name in env:
-        if SECRET.search(name):
+    for name, value in env.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or name == "TUNE_DEPLOYMENT":
+            raise ValueError(f"{name!r} is no name for an environment variable")
+        if SECRET.search(name) or WITH_PASSWORD.search(value):
             raise ValueError(
                 f"{name} looks like a secret: export it in the shell, it is passed on and never written down"
             )
     return env
 
 
-def _engine_args(args: dict[str, Any]) -> dict[str, Json]:
+def _argument_names(args: dict[str, Any]) -> dict[str, Any]:
     for name in args:
         if "-" in name:
             raise ValueError(f'{name}: write it with underscores, "{name.replace("-", "_")}"')
-        if SECRET.search(name):
+        if (variable := SECRET_ARGUMENTS.get(name)) is not None:
             raise ValueError(
-                f"{name} is a secret: export VLLM_API_KEY in the shell, it is passed on and never written down"
+                f"{name} is a secret: export {variable} in the shell, it is passed on and never written down"
             )
         if name in OWN_ARGS:
             raise ValueError(f"{name} is set by tune itself")
-    return {name: _json(value) for name, value in args.items()}
+    return args
+
+
+def _engine_args(args: dict[str, Any]) -> dict[str, Json]:
+    return {name: _json(value) for name, value in _argument_names(args).items()}
 
 
 def _json(value: Any) -> Json:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no value for an argument")
+    if value is not None and not isinstance(value, bool | int | float | str | dict | list | tuple):
+        raise ValueError(f"{value!r}: put it in quotes if it is text")
     if isinstance(value, dict):
         return {str(k): _json(v) for k, v in value.items()}
     return [_json(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def _check_objectives(objectives: Objectives, classes: Iterable[str]) -> None:
+    for family, metric in (("ttft", objectives.ttft), ("itl", objectives.itl)):
+        try:
+            known = slos.parse(f"{metric}=1s", classes=classes).metric
+        except SpecError as error:
+            raise ValueError(f"objectives.{family}: {metric}: {error.hint}") from error
+        if known != metric or units.family(metric) != family:
+            raise ValueError(f"objectives.{family}: {metric} is no statistic of {family}, such as {family}_p95")
 
 
 class StudySpec(Part):
     """A study: what is served, what is varied, on which traffic, with which promise and budget."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    model: str = Field(min_length=1)
+    model: str = Field(pattern=r"^[^-\s][^\n\r]*$")
     vllm: Vllm = Vllm()
     engine_args: Annotated[dict[str, Any], AfterValidator(_engine_args)] = Field(default_factory=dict)
     env: Annotated[dict[str, str], AfterValidator(_no_secret)] = Field(default_factory=dict)
-    search_space: dict[str, Dimension] = Field(default_factory=dict)
+    search_space: Annotated[dict[str, Dimension], AfterValidator(_argument_names)] = Field(default_factory=dict)
     topologies: tuple[Annotated[Topology, BeforeValidator(_topology), PlainSerializer(str, return_type=str)], ...] = (
         Field(default=(Topology(replicas=1),), min_length=1)
     )
@@ -174,11 +197,31 @@ class StudySpec(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> "StudySpec":
+        if self.name in RESERVED_NAMES:
+            raise ValueError(f"name: {self.name} is taken by the MLflow store beside the run folders")
+        for low, high in self.workload.classes.values():
+            if not 0 <= low < high:
+                raise ValueError(f"workload.classes: [{low}, {high}] is no range of prompt lengths")
+        if self.objectives is not None:
+            _check_objectives(self.objectives, self.workload.classes)
+        self._check_space()
+        self._check_slos()
+        return self
+
+    def _check_space(self) -> None:
         if both := sorted(set(self.engine_args) & set(self.search_space)):
             raise ValueError(f"{both[0]} is under engine_args and under search_space: keep one")
         for name, dimension in self.search_space.items():
-            if isinstance(dimension, Fraction) and dimension.fraction_of == name:
+            if not isinstance(dimension, Fraction):
+                continue
+            if dimension.fraction_of == name:
                 raise ValueError(f"search_space.{name}: a fraction of itself")
+            if dimension.fraction_of not in {*self.search_space, *self.engine_args, "max_num_batched_tokens"}:
+                raise ValueError(
+                    f"search_space.{name}: fraction_of {dimension.fraction_of}: neither searched nor under engine_args"
+                )
+
+    def _check_slos(self) -> None:
         metrics = [slo.metric for slo in self.slo]
         if twice := next((m for m in metrics if metrics.count(m) > 1), None):
             raise ValueError(f"slo: {twice} is limited twice")
@@ -186,7 +229,6 @@ class StudySpec(Part):
             slos.parse(slo.text, classes=self.workload.classes)
             if slo.limit is None and slo.metric == "slo_attainment":
                 raise ValueError("slo: attainment cannot be relative to the default")
-        return self
 
     @property
     def objective_metrics(self) -> tuple[str, str]:
@@ -278,8 +320,14 @@ def _explain(item: Any, data: Any, source: str, overrides: Mapping[str, Any]) ->
     elif "input" in item and not isinstance(item["input"], dict) and item["type"] != "value_error":
         message = f"{message[0].lower()}{message[1:]}, not {item['input']!r}"
     flag = next((name for name in overrides if _concerns(name, dotted, message)), None)
-    where = f"--set {flag}" if flag else f"{source}:{_line(data, loc)}"
+    where = FLAGS.get(flag, f"--set {flag}") if flag else f"{source}:{_line(data, loc)}"
     return f"{where}: {dotted}: {message}" if dotted else f"{where}: {message}"
+
+
+FLAGS = {
+    "slo": "--slo", "budget.trials": "--trials", "budget.time": "--time", "workload.path": "--workload",
+    "workload.rate_scale": "--rate-scale", "gpus": "--gpus", "repeats": "--repeats", "seed": "--seed", "name": "--name",
+}  # fmt: skip
 
 
 def _concerns(override: str, dotted: str, message: str) -> bool:

@@ -300,5 +300,5 @@ def to_jsonl(requests: Iterable[Request]) -> str:
         values = (r.arrival, r.input_len, r.output_len, r.block_ids, r.block_size, r.session, r.parent, r.think_time,
                   r.prompt, r.model, r.endpoint, r.source_line)  # fmt: skip
         row = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        lines.append(json.dumps(row) + "\n")
     return "".join(lines)

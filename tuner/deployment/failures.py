@@ -45,6 +45,11 @@ RULES: tuple[tuple[FailureKind, str, str | None], ...] = (
     (OOM, r"OutOfMemoryError|(?:CUDA|HIP) out of memory|CUDA error: out of memory", LESS_MEMORY),
     (OOM, r"No available memory for the cache blocks", LESS_KV),
     (OOM, r"KV cache is needed, which is larger than the available KV cache memory", LESS_KV),
+    (
+        OOM,
+        r"less than desired CPU memory utilization",
+        'set env: {VLLM_CPU_KVCACHE_SPACE: "1"} (GiB), or lower gpu_memory_utilization',
+    ),
     (OOM, r"less than requested memory for kv", "lower VLLM_CPU_KVCACHE_SPACE or kv_cache_memory_bytes"),
     (OOM, r"^MemoryError|Cannot allocate memory|DefaultCPUAllocator: can't allocate memory", LESS_MEMORY),
     (BAD_ARGUMENT, NO_MODEL_SAYS, NO_MODEL),

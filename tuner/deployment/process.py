@@ -28,7 +28,7 @@ from tuner.deployment import failures, gpu, journal, ports, program
 from tuner.deployment.family import MARKER, Family, exit_code
 from tuner.deployment.guardian import Guardian, run_stop_command
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
-from tuner.serving import Role, ServingConfig, to_argv
+from tuner.serving import SECRET_ARGUMENTS, Role, ServingConfig, to_argv
 
 POLL = 0.2
 HEALTH_TIMEOUT = 2.0
@@ -38,7 +38,6 @@ PORT_PATIENCE = 5.0
 GPU_PATIENCE = 15.0
 REAP_PATIENCE = 5.0
 
-SECRET_ARGUMENTS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 # Health is asked of this host; a proxy that the environment names has no business in between.

@@ -328,13 +328,20 @@ def parse_counters(text: str) -> Iterator[tuple[str, float]]:
 # --- Is it a measurement? ---------------------------------------------------------------------------------
 
 
-def judge(seen: Replay, *, ttft_limit: float | None = None, keys: Iterable[str] = ()) -> tuple[str, ...]:
+def judge(
+    seen: Replay,
+    *,
+    ttft_limit: float | None = None,
+    keys: Iterable[str] = (),
+    classes: metrics.Classes = metrics.DEFAULT_CLASSES,
+) -> tuple[str, ...]:
     """Refuse a replay whose numbers say nothing about the server; return what to be careful about.
 
     Args:
         seen: the replay.
         ttft_limit: the TTFT SLO, which says how much lag is too much.
         keys: the metrics that matter, to warn of percentiles over too few requests.
+        classes: ranges of prompt lengths by name, as the keys use them.
 
     Raises:
         InvalidReplay: the client was late, lengths were not the recorded ones, or nothing completed.
@@ -343,7 +350,7 @@ def judge(seen: Replay, *, ttft_limit: float | None = None, keys: Iterable[str] 
     notes = [note for gate in _gates(seen, ttft_limit) if (note := gate.check())]
     _check_something_completed(seen)
     _check_lengths(records)
-    return (*notes, *_stream_notes(records), *metrics.warnings(records, keys))
+    return (*notes, *_stream_notes(records), *metrics.warnings(records, keys, classes))
 
 
 @dataclass(frozen=True, slots=True)

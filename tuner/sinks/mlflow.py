@@ -220,10 +220,8 @@ class MlflowSink:
             LOG.debug("MLflow failed", exc_info=True)
             if not self._has_warned:
                 self._has_warned = True
-                self._warn(
-                    f"MLflow at {pages.without_secret(self._uri)} cannot be used ({_in_short(error)}): "
-                    "the study goes on, and MLflow is tried again after each trial"
-                )
+                what = pages.without_secret(f"MLflow at {self._uri} cannot be used ({_in_short(error)})")
+                self._warn(f"{what}: the study goes on, and MLflow is tried again after each trial")
 
     def _find(self) -> _Mirror:
         for name in ("mlflow", "alembic"):  # the making of a schema is no news

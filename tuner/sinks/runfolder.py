@@ -6,10 +6,13 @@
 Files appear whole or not at all: they are written beside their place, flushed, and renamed into it.
 """
 
+import fcntl
 import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -68,9 +71,8 @@ class RunFolder:
             SpecError: no run folder there.
         """
         if not (path / "study.yaml").is_file():
-            names = sorted(
-                p.parent.name for p in (path.parent if path.parent.is_dir() else Path("runs")).glob("*/study.yaml")
-            )
+            near = {path.parent, Path("runs")}
+            names = sorted(str(p.parent) for folder in near for p in folder.glob("*/study.yaml"))
             raise SpecError(f"{path}: not a run folder", hint=f"there are: {', '.join(names) or 'none yet'}")
         return cls(path)
 
@@ -83,6 +85,20 @@ class RunFolder:
     def storage(self) -> str:
         """The Optuna storage of this run unless another is given."""
         return f"sqlite:///{(self.path / 'optuna.db').resolve()}"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other tune off this folder; the lock goes with the process, however it ends.
+
+        Raises:
+            HostError: another tune is at work here.
+        """
+        with (self.path / "lock").open("a", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise HostError(f"{self.path}: another tune is at work here", hint="wait for it or stop it") from error
+            yield
 
     def directory(self, number: int) -> Path:
         """Return the trial's folder, made if it is not there."""

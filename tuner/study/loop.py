@@ -78,6 +78,7 @@ class Study:
             HostError: a clean-up could not be proven.
         """
         self.results = self.archive.read_all()
+        store.refuse_if_shorter(self.optuna, self.results)
         store.heal(self.optuna, self.archive.read, self._tell)
         self._check_default()
         for sink in self.sinks:
@@ -96,11 +97,13 @@ class Study:
 
     def _enqueue_baselines(self) -> None:
         """Trial 0 is vLLM's default, trial 1 what the user runs now; both may lie outside the space."""
-        default = space.default_config(self.spec)
-        store.enqueue_once(self.optuna, dict(space.parameters_of(default, self.spec, self.host) or {}), DEFAULT)
-        if self.baseline is not None:
-            inside = space.parameters_of(self.baseline, self.spec, self.host)
-            store.enqueue_once(self.optuna, dict(inside or {}), BASELINE)
+        configs = {DEFAULT: space.default_config(self.spec), BASELINE: self.baseline}
+        for label, config in configs.items():
+            settled = any(r.label == label and _settled(r) for r in self.results)
+            if config is None or settled or self._is_queued(label):
+                continue
+            inside = space.parameters_of(config, self.spec, self.host)
+            self.optuna.enqueue_trial(dict(inside or {}), user_attrs={"label": label})
 
     def _budget_left(self, session: float) -> bool:
         budget = self.spec.budget
@@ -148,7 +151,10 @@ class Study:
                            cost={}, started=now, ended=now)  # fmt: skip
             self._finish(same)
             return
-        self._finish(self._measure(trial.number, dict(trial.params), config, label))
+        result, late = self._measure(trial.number, dict(trial.params), config, label)
+        self._finish(result)
+        if late is not None:
+            raise late
 
     def _config(self, trial: BaseTrial, label: str) -> ServingConfig:
         fixed = space.default_config(self.spec) if label == DEFAULT else self.baseline if label == BASELINE else None
@@ -170,7 +176,9 @@ class Study:
             None,
         )
 
-    def _measure(self, number: int, params: dict[str, Json], config: ServingConfig, label: str) -> TrialResult:
+    def _measure(
+        self, number: int, params: dict[str, Json], config: ServingConfig, label: str
+    ) -> tuple[TrialResult, BaseException | None]:
         for sink in self.sinks:
             sink.trial_started(number, config, label)
         started = time.time()
@@ -182,12 +190,12 @@ class Study:
             found = self.evaluator.evaluate(config, self.slos(), self.archive.directory(number), self)
         except TrialError as error:
             failure = Failure(error.kind, error.message, error.log)
-            return replace(blank, failure=failure, slos_met=False if self.spec.slo else None, ended=time.time())
+            return replace(blank, failure=failure, slos_met=False if self.spec.slo else None, ended=time.time()), None
         except (KeyboardInterrupt, HostError) as error:
             words = "interrupted" if isinstance(error, KeyboardInterrupt) else error.message
             self._finish(replace(blank, failure=Failure(FailureKind.INTERRUPTED, words), ended=time.time()))
             raise
-        return self._judged(blank, found)
+        return self._judged(blank, found), found.late
 
     def _judged(self, blank: TrialResult, found: Evaluation) -> TrialResult:
         metrics = combine(found.repeats)
@@ -222,7 +230,7 @@ class Study:
         if not failure.kind.is_configurations_fault and failure.kind is not FailureKind.INTERRUPTED:
             raise HostError(
                 f"the default could not be measured in {store.RETRIES + 1} tries: {failure.message}",
-                hint="is something else running on this machine? tune doctor looks",
+                hint=_why_lost(failure.kind),
             )
         if failure.kind.is_configurations_fault and any(s.relative is not None for s in self.spec.slo):
             raise SpecError(
@@ -236,11 +244,12 @@ class Study:
         return any(t.state == TrialState.WAITING and t.user_attrs.get("label") == label for t in trials)
 
     def _check_host(self) -> None:
-        lost = [r.failure for r in self.results[-LOST_IN_A_ROW:] if r.failure and not _settled(r)]
+        ran = [r for r in self.results if not (r.failure and r.failure.kind is FailureKind.INTERRUPTED)]
+        lost = [r.failure for r in ran[-LOST_IN_A_ROW:] if r.failure and not _settled(r)]
         if len(lost) == LOST_IN_A_ROW:
             raise HostError(
                 f"{len(lost)} trials in a row were lost through no fault of theirs; the last: {lost[-1].message}",
-                hint="is something else running on this machine? tune doctor looks",
+                hint=_why_lost(lost[-1].kind),
             )
 
     def _tell(self, result: TrialResult) -> None:
@@ -248,7 +257,8 @@ class Study:
         number = result.number
         if result.failure is not None and not result.failure.kind.is_configurations_fault:
             frozen = self.optuna.get_trials(deepcopy=False)[number]
-            store.enqueue_again(self.optuna, frozen)
+            by_user = result.failure.kind is FailureKind.INTERRUPTED
+            store.enqueue_again(self.optuna, frozen, counted=not by_user)
             self.optuna.tell(number, state=TrialState.FAIL)
             return
         trial = optuna.Trial(self.optuna, self.optuna.get_trials(deepcopy=False)[number]._trial_id)  # noqa: SLF001
@@ -262,6 +272,12 @@ class Study:
             math.log(result.metrics[m]) if result.metrics.get(m, 0) > 0 else WORST for m in self.spec.objective_metrics
         ]
         self.optuna.tell(number, [min(v, WORST) for v in values])
+
+
+def _why_lost(kind: FailureKind) -> str:
+    if kind is FailureKind.LENGTHS_OFF:
+        return "does the server change lengths, or does the workload name another model's prompts?"
+    return "is something else running on this machine? tune doctor looks"
 
 
 def _counts(result: TrialResult) -> bool:
