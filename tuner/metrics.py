@@ -142,7 +142,8 @@ def percentile_of(statistic: str) -> float:
 
 
 def _finite(values: Floats) -> Floats:
-    return values[~np.isnan(values)]
+    finite: Floats = values[~np.isnan(values)]
+    return finite
 
 
 # --- Values per request and per token ---------------------------------------------------------------------
