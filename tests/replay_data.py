@@ -36,6 +36,7 @@ class Row:
     input_len: int = 10
     output_len: int | None = None
     usage: bool = True
+    connect_wait: float = 0.0
 
 
 def records(*rows: Row) -> Records:
@@ -49,6 +50,11 @@ def records(*rows: Row) -> Records:
     return Records(
         due=np.array([row.due for row in rows], dtype=float),
         sent=np.array([row.due if row.sent is None else row.sent for row in rows], dtype=float),
+        connect_wait=np.array([row.connect_wait for row in rows], dtype=float),
+        first_byte=np.full(len(rows), np.nan),
+        server_queue=np.full(len(rows), np.nan),
+        server_prefill=np.full(len(rows), np.nan),
+        server_itl=np.full(len(rows), np.nan),
         ended=np.array([max(row.chunks, default=row.due) for row in rows], dtype=float),
         input_len=np.array([row.input_len for row in rows], dtype=np.int64),
         output_len=np.array(lens, dtype=np.int64),

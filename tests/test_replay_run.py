@@ -12,7 +12,8 @@ from tuner import metrics
 from tuner.errors import FailureKind, InvalidReplay, ServerDied
 from tuner.replay import run
 from tuner.replay.client import allow_open_files
-from tuner.replay.run import judge, parse_counters
+from tuner.replay.counters import parse_counters
+from tuner.replay.gate import judge
 from tuner.seams import Replay
 from tuner.workload import Request, Workload
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tuner import metrics, units
 from tuner.errors import FailureKind, HostError, InvalidReplay
+from tuner.replay import gate
 from tuner.replay import run as replaying
 from tuner.results import Repeat
 from tuner.seams import Deployment, Evaluation, Launcher, Progress, Replay
@@ -115,7 +116,6 @@ class LiveEvaluator:
         self, config: ServingConfig, deployment: Deployment, number: int, slos: Sequence[Slo], progress: Progress
     ) -> tuple[Replay, tuple[str, ...]]:
         """Replay once, and once more when the client could not drive it; then the trial is invalid."""
-        limits = [s.limit for s in slos if units.family(s.metric) == "ttft" and s.limit is not None]
         keys = [*self.spec.objective_metrics, *(s.metric for s in slos)]
         for attempt in (1, 2):
             again = " again: the client was late" if attempt == 2 else ""
@@ -132,9 +132,10 @@ class LiveEvaluator:
                 check_alive=deployment.check_alive,
             )  # fmt: skip
             try:
-                cautions = replaying.judge(
-                    seen, ttft_limit=min(limits, default=None), keys=keys, classes=self.spec.workload.classes
-                )
+                cautions = gate.judge(
+                    seen, ttft_limit=tightest(slos, "ttft"), itl_limit=tightest(slos, "itl"), keys=keys,
+                    classes=self.spec.workload.classes,
+                )  # fmt: skip
             except InvalidReplay as error:
                 if error.kind is not FailureKind.CLIENT_LAG or attempt == 2:
                     raise
@@ -144,11 +145,13 @@ class LiveEvaluator:
 
     def _write_down(self, seen: Replay, notes: tuple[str, ...], slos: Sequence[Slo], folder: Path) -> Repeat:
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = self._numbers(seen, slos)
+        numbers = {**self._numbers(seen, slos), **seen.client, **seen.server}
         counters = {name: value - seen.counters_before.get(name, 0.0) for name, value in seen.counters_after.items()}
         metrics.save(seen.records, folder / "records.npz")
         write_json(folder / "counters.json", counters)
         write_json(folder / "metrics.json", units.to_outside(numbers))
+        most = gate.limits(tightest(slos, "ttft"), tightest(slos, "itl"))
+        write_json(folder / "client.json", {"facts": units.to_outside(seen.client), "limits": units.to_outside(most)})
         return Repeat(numbers, telling(counters), notes)
 
     def _numbers(self, seen: Replay, slos: Sequence[Slo]) -> dict[str, float]:
@@ -163,6 +166,12 @@ class LiveEvaluator:
             resolved = [r for s in slos if (r := s.against(numbers)).limit is not None]
             numbers = metrics.summarise(seen.records, window=seen.window, classes=classes, slos=resolved, extra=extra)
         return numbers
+
+
+def tightest(slos: Sequence[Slo], family: str) -> float | None:
+    """Return the lowest limit in seconds that a promise sets for "ttft" or "itl", None when none does."""
+    limits = (s.limit for s in slos if units.family(s.metric) == family and s.limit is not None)
+    return min(limits, default=None)
 
 
 def served_name(config: ServingConfig) -> str:

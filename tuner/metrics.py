@@ -12,6 +12,8 @@ Everything here is pure: records in, metrics out. Durations are seconds. Definit
     e2el            last token minus actual send                 one value a request
     max_stall       largest gap between chunks                   one value a request
     itl_first_gap   gap between first and second chunk           one value a request
+    send_lag        actual minus scheduled send, less the wait   one value a request
+                    for a connection
 
 A failed request counts as worse than every completed one: a statistic that its rank reaches is absent. In
 the pooled metrics each token that a failed request owes counts that way; the gaps it did show are kept.
@@ -53,9 +55,13 @@ class Records:
 
     Columns of length n (requests, in order of the schedule); NaN where it did not happen or is not known:
         due: scheduled send.  sent: request written.  ended: last byte, error or give-up.
+        connect_wait: seconds of the time until `sent` in which there was no connection.
+        first_byte: the answer's status and headers were there.
         input_len, output_len: tokens asked for.
         prompt_tokens, completion_tokens: as the server's usage reported them.
         error: "" for a completed request, else its kind ("refused", "http_503", "timeout", "short", ...).
+        server_queue, server_prefill, server_itl: seconds in the scheduler's queue, from there to the first token,
+            and the mean gap after it, as the server says (vLLM does with --enable-per-request-metrics).
     Columns of length m (chunks that carried tokens, request after request):
         chunk_time: arrival.  chunk_tokens: tokens in it, NaN where the server did not say.
         chunk_start: length n + 1; the chunks of request i are chunk_start[i]:chunk_start[i + 1].
@@ -63,12 +69,17 @@ class Records:
 
     due: Floats
     sent: Floats
+    connect_wait: Floats
+    first_byte: Floats
     ended: Floats
     input_len: Ints
     output_len: Ints
     prompt_tokens: Floats
     completion_tokens: Floats
     error: Texts
+    server_queue: Floats
+    server_prefill: Floats
+    server_itl: Floats
     chunk_time: Floats
     chunk_tokens: Floats
     chunk_start: Ints
@@ -80,6 +91,11 @@ class Records:
     def is_completed(self) -> Bools:
         """Which requests completed."""
         return np.asarray(self.error == "", dtype=bool)
+
+    @property
+    def send_lag(self) -> Floats:
+        """How late the client was with each request: what the schedule and a missing connection do not explain."""
+        return self.sent - self.due - self.connect_wait
 
     def select(self, keep: Bools) -> "Records":
         """Return the records of some of the requests."""
@@ -102,9 +118,29 @@ def save(records: Records, path: Path) -> None:
 
 
 def load(path: Path) -> Records:
-    """Read what `save` wrote."""
+    """Read what `save` wrote; columns that an older version did not write are unknown."""
     with np.load(path, allow_pickle=False) as columns:
-        return Records(**{f.name: columns[f.name] for f in fields(Records)})
+        unknown = np.full(len(columns["due"]), np.nan)
+        return Records(**{f.name: columns.get(f.name, unknown) for f in fields(Records)})
+
+
+def concatenate(parts: Sequence[Records]) -> Records:
+    """Return the records of several loads as those of one, in this order."""
+    columns = {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Records)}
+    counts = np.concatenate([np.diff(part.chunk_start) for part in parts])
+    return Records(**columns | {"chunk_start": np.concatenate([[0], np.cumsum(counts)])})
+
+
+def reorder(records: Records, order: Ints) -> Records:
+    """Return the records with request order[i] at place i."""
+    counts = np.diff(records.chunk_start)
+    start = np.concatenate([[0], np.cumsum(counts[order])])
+    # Chunk j of the request at place i comes from that request's own first chunk, j further on.
+    source = np.arange(start[-1]) + np.repeat(records.chunk_start[:-1][order] - start[:-1], counts[order])
+    columns = {f.name: getattr(records, f.name)[order] for f in fields(records) if not f.name.startswith("chunk_")}
+    return Records(
+        **columns, chunk_time=records.chunk_time[source], chunk_tokens=records.chunk_tokens[source], chunk_start=start
+    )
 
 
 # --- One sample of values ---------------------------------------------------------------------------------
@@ -288,7 +324,7 @@ def summarise(
         metrics |= _latencies(records.select(in_class(records, classes, scope)), scope, wanted)
     metrics |= _counts(records) | _rates(records, window) | _chunks(records)
     for statistic in ("p50", "p99", "max"):
-        if (lag := Sample(_finite(records.sent - records.due)).statistic(statistic)) is not None:
+        if (lag := Sample(_finite(records.send_lag)).statistic(statistic)) is not None:
             metrics[f"send_lag_{statistic}"] = lag
     if slos and len(records) and (good := is_good(records, slos, classes)) is not None:
         metrics["slo_attainment"] = float(good.mean())

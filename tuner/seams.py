@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,8 @@ class Replay:
         counters_before, counters_after: the server's own counters ("vllm:num_preemptions_total" and the like,
             summed over labels) around the measured window; empty when the server has no metrics endpoint.
         heartbeat_lag: how late each beat of a 10 ms timer beside the client was, in seconds.
+        client: what the client says of itself ("send_lag_p99", "client_cpu"; see `replay.gate.facts`).
+        server: the server's own figures for the same requests ("server_ttft_mean"), where it has any.
         notes: what a reader of the numbers must know, in words.
     """
 
@@ -32,6 +34,8 @@ class Replay:
     counters_after: Mapping[str, float]
     heartbeat_lag: Sequence[float]
     notes: tuple[str, ...] = ()
+    client: Mapping[str, float] = field(default_factory=dict)
+    server: Mapping[str, float] = field(default_factory=dict)
 
 
 class Deployment(Protocol):

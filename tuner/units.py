@@ -18,7 +18,17 @@ DURATION_METRICS = (
     "max_stall",
     "itl_first_gap",
     "send_lag",
-    "heartbeat_lag",
+    "send_lag_drift",
+    "send_gap_error",
+    "timer_lag",
+    "connect_wait",
+    "client_cpu_per_token",
+    "server_ttft",
+    "server_itl",
+    "server_e2el",
+    "server_queue",
+    "server_prefill",
+    "client_over_server_ttft",
 )
 
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|min|m|h)")

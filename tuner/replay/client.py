@@ -1,263 +1,223 @@
-"""Send one request and read its stream: bytes in, times and token counts out.
+"""Send requests when they are due, whatever became of the others, and measure how late this was.
 
-Chunks are not tokens and reads are not chunks: the server's running `completion_tokens` says how many tokens
-each event brought, and an event may be cut anywhere by the network. HTTP 200 does not mean success either.
+Open loop: request i goes out at anchor + due[i]. What the client itself was late by is measured twice, at each
+send and by a 10 ms timer beside them.
 """
 
 import asyncio
-import errno
-import json
-import math
-import os
-import re
+import gc
 import resource
 import time
-from array import array
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
-import aiohttp
 import numpy as np
-import numpy.typing as npt
 
 from tuner.metrics import Records
+from tuner.replay.connection import Exchange, Pool, Target, clock
+from tuner.replay.tape import Floats, Tape
 
-NEVER_SENT, REFUSED, RESET, TIMEOUT, NO_SOCKET = "never_sent", "refused", "reset", "timeout", "no_socket"
-IN_BAND_ERROR, MALFORMED, NO_DONE, EMPTY, SHORT, LONG, BROKEN = (
-    "in_band_error", "malformed", "no_done", "empty", "short", "long", "broken")  # fmt: skip
+try:
+    import uvloop
+except ImportError:  # not on this platform
+    uvloop = None  # type: ignore[assignment]
 
-# vLLM closes idle connections after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); one that we would reuse then is lost.
-KEEP_ALIVE = 4.0
+HEARTBEAT = 0.01
+AHEAD, DIAL_EVERY = 0.25, 0.1
 SPARE_FILES = 64
 
-# Inside a JSON string quotes are escaped, so these cannot match in generated text.
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
-_NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
+Result = TypeVar("Result")
 
 
-class EventParser:
-    """Cuts a stream of server-sent events into the data of each, however the bytes are split."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one process sends: the requests' bytes, when they are due, and what is expected back.
 
-    __slots__ = ("_data", "_rest")
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the data of every event that is complete now."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            stripped = line.removesuffix(b"\r")
-            if not stripped:
-                yield from self.close()
-            elif stripped.startswith(b"data:"):
-                self._data.append(stripped[5:].removeprefix(b" "))
-
-    def close(self) -> Iterator[bytes]:
-        """Yield the data of an event that only lacks its blank line."""
-        if self._data:
-            data, self._data = b"\n".join(self._data), []
-            yield data
-
-
-class Completion:
-    """What a stream of completion events has said so far."""
-
-    __slots__ = ("_parser", "error", "is_done", "made", "message", "times", "tokens", "usage")
-
-    def __init__(self) -> None:
-        self._parser = EventParser()
-        self.times, self.tokens = array("d"), array("d")
-        self.made = 0
-        self.usage: bytes | None = None
-        self.is_done = False
-        self.error = self.message = ""
-
-    def feed(self, data: bytes, now: float) -> None:
-        """Take bytes that were read at `now`."""
-        for event in self._parser.feed(data):
-            self._event(event, now)
-
-    def end(self, output_len: int, now: float) -> str:
-        """Return "" for a completed request of this length, else what went wrong."""
-        for event in self._parser.close():
-            self._event(event, now)
-        if self.error:
-            return self.error
-        if not self.is_done:
-            return NO_DONE
-        if not self.times:
-            return EMPTY
-        if self.usage is not None and self.made != output_len:
-            return SHORT if self.made < output_len else LONG
-        return ""
-
-    @property
-    def prompt_tokens(self) -> float:
-        """Tokens of the prompt as the server counted them, NaN when it did not say."""
-        match = _PROMPT_TOKENS.search(self.usage) if self.usage is not None else None
-        return float(match[1]) if match else math.nan
-
-    @property
-    def completion_tokens(self) -> float:
-        """Tokens that came, as the server counted them, NaN when it did not say."""
-        return float(self.made) if self.usage is not None else math.nan
-
-    def _event(self, data: bytes, now: float) -> None:
-        if data == b"[DONE]":
-            self.is_done = True
-            return
-        match = _COMPLETION_TOKENS.search(data)
-        if match is None:
-            self._without_usage(data, now)
-            return
-        self.usage = data
-        total = int(match[1])
-        if total <= self.made:
-            return
-        # The closing usage event brings no token: where it is the only one with counts, chunks stay unknown.
-        if not _NO_CHOICES.search(data):
-            self.times.append(now)
-            self.tokens.append(total - self.made)
-        self.made = total
-
-    def _without_usage(self, data: bytes, now: float) -> None:
-        try:
-            event = json.loads(data)
-            error, choices = event.get("error"), event.get("choices") or ()
-        except (ValueError, AttributeError):
-            self.error, self.message = self.error or MALFORMED, data[:200].decode(errors="replace")
-            return
-        if error is not None:
-            self.error = self.error or IN_BAND_ERROR
-            self.message = str(error.get("message", error) if isinstance(error, dict) else error)
-        elif any(_text(choice) for choice in choices):
-            self.times.append(now)
-            self.tokens.append(math.nan)
-
-
-def _text(choice: dict[str, object]) -> bool:
-    """Return whether a choice without counts carries tokens, in any channel."""
-    delta = choice.get("delta")
-    said = delta if isinstance(delta, dict) else choice
-    return any(said.get(name) for name in ("text", "content", "reasoning", "reasoning_content", "tool_calls"))
-
-
-class Tape:
-    """The columns of a replay while it runs; times are seconds after the anchor."""
-
-    def __init__(self, due: npt.NDArray[np.float64], input_len: list[int], output_len: list[int]) -> None:
-        n = len(due)
-        self.due, self.anchor = due, time.perf_counter()
-        self.input_len, self.output_len = input_len, output_len
-        self.sent, self.ended, self.prompt_tokens, self.completion_tokens = (np.full(n, np.nan) for _ in range(4))
-        self.error = [NEVER_SENT] * n
-        self.chunks: list[tuple[array[float], array[float]]] = [(array("d"), array("d"))] * n
-        self.messages: dict[str, str] = {}
-        self.finished = 0
-
-    def clock(self) -> float:
-        """Return the seconds since the anchor."""
-        return time.perf_counter() - self.anchor
-
-    def end(self, row: int, answer: Completion, error: str, message: str) -> None:
-        """Note how a request ended."""
-        self.ended[row] = self.clock()
-        self.prompt_tokens[row], self.completion_tokens[row] = answer.prompt_tokens, answer.completion_tokens
-        self.chunks[row] = (answer.times, answer.tokens)
-        self.error[row] = error
-        self.finished += 1
-        if error and (message or answer.message):
-            self.messages.setdefault(error, message or answer.message)
-
-    def records(self) -> Records:
-        """Return what was seen."""
-        counts = [len(times) for times, _ in self.chunks]
-        return Records(
-            due=self.due,
-            sent=self.sent,
-            ended=self.ended,
-            input_len=np.array(self.input_len, dtype=np.int64),
-            output_len=np.array(self.output_len, dtype=np.int64),
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            error=np.array(self.error, dtype=np.str_),
-            chunk_time=np.concatenate([np.empty(0), *(times for times, _ in self.chunks)]),
-            chunk_tokens=np.concatenate([np.empty(0), *(tokens for _, tokens in self.chunks)]),
-            chunk_start=np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64),
-        )
-
-
-def session(tape: Tape | None = None) -> aiohttp.ClientSession:
-    """Return a session that neither queues nor retries, and ignores proxies.
-
-    With a tape, the row given as `trace_request_ctx` gets its `sent` when the body is written, so that a wait
-    for a connection shows as lag.
+    Attributes:
+        target: where to.
+        requests: each request's bytes, head and body.
+        due: seconds after the anchor, ascending.
+        input_len, output_len: tokens, as recorded.
+        request_timeout: seconds that one request may take, if it is limited.
+        drain_timeout: seconds that requests may still run after the last one was sent.
     """
-    tracing = aiohttp.TraceConfig()
-    if tape is not None:
 
-        async def written(_: object, context: object, __: object) -> None:
-            row = getattr(context, "trace_request_ctx", None)
-            if isinstance(row, int) and np.isnan(tape.sent[row]):
-                tape.sent[row] = tape.clock()
-
-        tracing.on_request_chunk_sent.append(written)
-    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
-        headers=headers | ({"Authorization": f"Bearer {key}"} if key else {}),
-        trust_env=False,
-        auto_decompress=False,
-        trace_configs=[tracing] if tape is not None else None,
-    )
+    target: Target
+    requests: list[bytes]
+    due: Floats
+    input_len: list[int]
+    output_len: list[int]
+    request_timeout: float | None = None
+    drain_timeout: float = 120.0
 
 
-async def ask(
-    http: aiohttp.ClientSession, url: str, body: bytes, tape: Tape, row: int, *, deadline: float | None = None
-) -> None:
-    """Send one request and note on the tape what came back; only a cancellation is raised."""
-    answer, error, message = Completion(), TIMEOUT, ""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one process saw.
+
+    Attributes:
+        records: one row a request, in the order of the load.
+        heartbeat_lag: how late each beat of the 10 ms timer was, in seconds.
+        cpu: seconds of CPU that this process spent while it drove the load.
+        wall: seconds that it drove the load.
+        opened: connections that were opened.
+        messages: what the server or the network said, by kind of error.
+        enough_files: whether so many connections may be open at once as there are requests.
+    """
+
+    records: Records
+    heartbeat_lag: list[float]
+    cpu: float
+    wall: float
+    opened: int
+    messages: dict[str, str] = field(default_factory=dict)
+    enough_files: bool = True
+
+
+class Driver:
+    """Drives one load over one pool; `finished` of its requests have ended."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._tape = Tape(load.due, load.input_len, load.output_len)
+        self._pool = Pool(load.target)
+        self._open: set[Exchange] = set()
+        self._timers: dict[Exchange, asyncio.TimerHandle] = {}
+        self._ended = asyncio.Event()
+        if not load.requests:
+            self._ended.set()
+
+    @property
+    def finished(self) -> int:
+        """How many requests have ended, one way or the other."""
+        return self._tape.finished
+
+    async def drive(self, begin: Callable[[], Awaitable[float]]) -> Seen:
+        """Open connections, wait for `begin` to say when the clock starts, send, and wait for the answers."""
+        load, tape = self._load, self._tape
+        enough_files = allow_open_files(len(load.requests))
+        lag: list[float] = []
+        try:
+            await self._pool.open(int(np.searchsorted(load.due, AHEAD, side="right")))
+            with no_garbage_collection():
+                tape.anchor = await begin()
+                busy = time.process_time()
+                beside = [asyncio.ensure_future(_beat(lag)), asyncio.ensure_future(self._dial_ahead())]
+                try:
+                    await self._send()
+                    await self._drain()
+                finally:
+                    await cancel(beside)
+                cpu, wall = time.process_time() - busy, clock() - tape.anchor
+        finally:
+            await self._pool.close()
+        return Seen(tape.records(), lag, cpu, wall, self._pool.opened, tape.messages, enough_files)
+
+    async def in_order(self, streams: int) -> None:
+        """Send the requests one after the other, a few at a time, and wait for the answers."""
+        rows = iter(range(len(self._load.requests)))
+
+        async def stream() -> None:
+            for row in rows:
+                ended = asyncio.get_running_loop().create_future()
+                self._submit(row, partial(_set, ended))
+                await ended
+
+        try:
+            await self._pool.open(min(streams, len(self._load.requests)))
+            await asyncio.gather(*(stream() for _ in range(streams)))
+        finally:
+            await self._pool.close()
+
+    async def _send(self) -> None:
+        anchor = self._tape.anchor
+        for row, due in enumerate((self._load.due + anchor).tolist()):
+            # One turn of the loop at least: what was written goes out then, and what has come is read.
+            wait = due - clock()
+            await asyncio.sleep(max(wait, 0))
+            while (wait := due - clock()) > 0:  # noqa: ASYNC110 (a timer of uvloop may be early)
+                await asyncio.sleep(wait)
+            self._submit(row, self._forget)
+
+    def _submit(self, row: int, on_end: Callable[[Exchange], None]) -> None:
+        load = self._load
+        exchange = Exchange(self._tape, row, load.requests[row], on_end)
+        load.requests[row] = b""
+        self._open.add(exchange)
+        if load.request_timeout is not None:
+            loop = asyncio.get_running_loop()
+            self._timers[exchange] = loop.call_later(load.request_timeout, self._pool.withdraw, exchange)
+        self._pool.submit(exchange)
+
+    def _forget(self, exchange: Exchange) -> None:
+        self._open.discard(exchange)
+        if (timer := self._timers.pop(exchange, None)) is not None:
+            timer.cancel()
+        if self._tape.finished == len(self._load.due):
+            self._ended.set()
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._load.drain_timeout):
+                await self._ended.wait()
+        except TimeoutError:
+            for exchange in list(self._open):
+                self._pool.withdraw(exchange)
+
+    async def _dial_ahead(self) -> None:
+        """Keep as many idle connections as requests will be due in a moment."""
+        due = self._load.due
+        while True:
+            now = clock() - self._tape.anchor
+            soon = np.searchsorted(due, (now, now + AHEAD + DIAL_EVERY), side="right")
+            self._pool.reserve(int(soon[1] - soon[0]))
+            await asyncio.sleep(DIAL_EVERY)
+
+
+def _set(ended: asyncio.Future[None], _: Exchange) -> None:
+    if not ended.done():
+        ended.set_result(None)
+
+
+async def _beat(lag: list[float]) -> None:
+    """Note how late each beat of a 10 ms timer is; beats missed in a stall are one late beat."""
+    due = clock() + HEARTBEAT
+    while True:
+        await asyncio.sleep(due - clock())
+        now = clock()
+        lag.append(max(now - due, 0.0))
+        due = max(due, now) + HEARTBEAT
+
+
+async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they are gone."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep collections, which stop the loop for as long as there are objects, out of the window."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     try:
-        async with (
-            asyncio.timeout(deadline),
-            http.post(f"{url}/v1/completions", data=body, trace_request_ctx=row) as response,
-        ):
-            if response.status != 200:
-                error, message = f"http_{response.status}", _message(await response.read())
-                return
-            while data := await response.content.readany():
-                answer.feed(data, tape.clock())
-            error = answer.end(tape.output_len[row], tape.clock())
-    except TimeoutError:
-        error = TIMEOUT
-    except (aiohttp.ClientError, OSError) as failure:
-        error, message = _kind(failure), str(failure)
+        yield
     finally:
-        tape.end(row, answer, error, message)
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
-def _kind(failure: Exception) -> str:
-    number = getattr(failure, "errno", None)
-    if number in {errno.EMFILE, errno.ENFILE}:
-        return NO_SOCKET
-    if isinstance(failure, aiohttp.ClientConnectorError | ConnectionRefusedError):
-        return REFUSED
-    lost = aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | ConnectionError
-    return RESET if isinstance(failure, lost) else BROKEN
-
-
-def _message(body: bytes) -> str:
-    """Return what a server said beside an HTTP status."""
-    try:
-        said = json.loads(body)
-        error = said.get("error", said)
-        return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
-    except (ValueError, AttributeError):
-        return body[:300].decode(errors="replace")
+def finish(work: Coroutine[None, None, Result]) -> Result:
+    """Run a coroutine to its end, on uvloop where there is one."""
+    with asyncio.Runner(loop_factory=None if uvloop is None else uvloop.new_event_loop) as runner:
+        return runner.run(work)
 
 
 def allow_open_files(count: int) -> bool:

@@ -1,62 +1,41 @@
-"""Drive a replay and say whether its numbers mean anything.
+"""Drive a replay: rows in, records out.
 
-Open loop: every request goes out at anchor + due, whatever became of the others. What the client itself was
-late by is measured twice, at each send and by a 10 ms timer beside them, and a replay that the client could
-not drive is invalid, not slow.
+Open loop: every request goes out at anchor + due, whatever became of the others; one process or several.
+Whether the numbers mean anything is for `gate.judge` to say.
 """
 
 import asyncio
-import gc
-import logging
-import re
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import aiohttp
 import numpy as np
 
-from tuner import metrics
-from tuner.errors import FailureKind, InvalidReplay
-from tuner.metrics import Records
-from tuner.replay import client
+from tuner.metrics import Floats
+from tuner.replay import crew, gate, selftest
+from tuner.replay.client import Driver, Load, Seen, cancel, finish
+from tuner.replay.connection import Target, clock
+from tuner.replay.counters import compare, scrape
 from tuner.replay.prompts import Prompts
 from tuner.replay.schedule import Schedule, schedule, warm_prefixes, warm_up_rows
 from tuner.seams import Replay
-from tuner.units import format_ms
+from tuner.serving import Json
 from tuner.workload import Request, Workload
 
-try:
-    import uvloop
-except ImportError:  # not on this platform
-    uvloop = None  # type: ignore[assignment]
-
-log = logging.getLogger(__name__)
-
-HEARTBEAT = 0.01
 POLL = 0.1
-SCRAPE_TIMEOUT = 5.0
 WARM_UP_DRAIN = 120.0
 PREFIX_STREAMS = 4
-
-# What the client may be late by: a p99 of 10 ms (20 ms for the timer), or this share of the TTFT limit.
-LAG_P99, HEARTBEAT_P99, SHARE_OF_TTFT = 0.010, 0.020, 0.05
-LAG_MAX = HEARTBEAT_MAX = 0.250
-TOKENS_PER_CHUNK, SAME_READ = 1.05, 0.05
-
-_CLEAN_BUT_WRONG = (client.SHORT, client.LONG)
-_LENGTH_HINTS = {
-    "prompt": "rows with a prompt of their own need input_len as this model's tokenizer counts it",
-    "output": "the server ended streams early in spite of ignore_eos: look for stop strings or token limits",
-}
-
-_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)")
+# Up to so many tokens a second one process carries on any host; the self-test is spared.
+SURELY_CARRIED = 3000.0
+BIN = 10.0
+TELL_EVERY = 0.5
 
 Result = TypeVar("Result")
+
 CheckAlive = Callable[[], None]
 OnProgress = Callable[[int, int], None]
+ExtraBody = Mapping[str, Json]
+judge = gate.judge
 
 
 def _nothing(*_: object) -> None:
@@ -74,6 +53,8 @@ def warm_up(
     duration: float,
     seed: int,
     vocab_size: int,
+    endpoint: str = "completions",
+    extra_body: ExtraBody | None = None,
     check_alive: CheckAlive = _nothing,
 ) -> None:
     """Send made-up requests like the workload's for `duration` seconds and wait for their answers.
@@ -81,8 +62,8 @@ def warm_up(
     Their prompts have a salt of their own: nothing of the measured rows is in the cache afterwards.
     """
     rows = warm_up_rows(workload, duration=duration, seed=seed)
-    run = _Client(url, model, Prompts(f"warm-up {seed}", vocab_size), check_alive=check_alive)
-    _finish(run.drive(schedule(rows), drain_timeout=WARM_UP_DRAIN))
+    sending = _Sending(Target(url, endpoint), model, Prompts(f"warm-up {seed}", vocab_size), extra_body)
+    _alone(sending.job(schedule(rows), drain_timeout=WARM_UP_DRAIN)(), _Watch(check_alive, _nothing, len(rows)))
 
 
 def warm_prefix(
@@ -93,6 +74,8 @@ def warm_prefix(
     salt: str,
     vocab_size: int,
     capacity: int | None = None,
+    endpoint: str = "completions",
+    extra_body: ExtraBody | None = None,
     check_alive: CheckAlive = _nothing,
 ) -> int:
     """Prefill what the window will hit of the workload's history; return how many tokens that were.
@@ -104,11 +87,16 @@ def warm_prefix(
         salt: the salt of the replay that follows.
         vocab_size: of the model.
         capacity: tokens that the server's KV cache holds; the oldest prefixes beyond it are left out.
+        endpoint: "completions" or "chat".
+        extra_body: more keys for each request's body; a value of None takes a key out.
         check_alive: raises ServerDied.
     """
     rows = warm_prefixes(workload, capacity)
-    run = _Client(url, model, Prompts(salt, vocab_size), check_alive=check_alive)
-    _finish(run.prefill(rows))
+    if not rows:
+        return 0
+    sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), extra_body)
+    driver = Driver(sending.job(schedule(rows), request_timeout=WARM_UP_DRAIN)())
+    finish(_watched(driver, driver.in_order(PREFIX_STREAMS), _Watch(check_alive, _nothing, len(rows))))
     return sum(row.input_len for row in rows)
 
 
@@ -119,9 +107,12 @@ def replay(
     *,
     salt: str,
     vocab_size: int,
+    endpoint: str = "completions",
+    extra_body: ExtraBody | None = None,
     metrics_urls: Sequence[str] = (),
     drain_timeout: float = 120.0,
     request_timeout: float | None = None,
+    processes: int | None = None,
     check_alive: CheckAlive = _nothing,
     on_progress: OnProgress = _nothing,
 ) -> Replay:
@@ -133,318 +124,185 @@ def replay(
         workload: what to send; its history is not sent (see `warm_prefix`).
         salt: what makes this repeat's prompts different from another's.
         vocab_size: of the model; prompts are ordinary tokens below it.
+        endpoint: "completions" or "chat".
+        extra_body: more keys for each request's body; a value of None takes a key out.
         metrics_urls: Prometheus endpoints, read before and after, never during the window.
         drain_timeout: seconds that requests may still run after the last one was sent.
         request_timeout: seconds that one request may take, if it is limited.
+        processes: how many send; None lets the load and a self-test of this host decide.
         check_alive: raises ServerDied; called every 100 ms and at the end.
         on_progress: told (ended, offered) about every half second.
 
     Raises:
         ServerDied: from `check_alive`.
     """
-    run = _Client(url, model, Prompts(salt, vocab_size), request_timeout, check_alive, on_progress)
     plan = schedule(workload.requests)
+    crowd = _Crowd(processes, "") if processes else _crowd(plan)
+    sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), extra_body)
+    job = sending.job(plan, request_timeout=request_timeout, drain_timeout=drain_timeout)
+    watch = _Watch(check_alive, on_progress, len(plan.rows))
+    before = finish(scrape(metrics_urls))
+    if crowd.processes == 1:
+        parts = [_alone(job(), watch)]
+    else:
+        cut = crew.shards(len(plan.rows), crowd.processes)
+        parts = crew.drive([job.part(shard) for shard in cut], watch, every=POLL)
+    check_alive()
+    after = finish(scrape(metrics_urls))
+    all_seen = crew.together(parts)
+    comparison = compare(all_seen.records, before, after)
+    return Replay(
+        records=all_seen.records,
+        window=plan.window,
+        counters_before=before,
+        counters_after=after,
+        heartbeat_lag=tuple(all_seen.heartbeat_lag),
+        client=_facts(all_seen, parts),
+        server=comparison.numbers,
+        notes=(*_failure_notes(all_seen), *crowd.notes, *comparison.notes),
+    )
 
-    async def measured() -> Replay:
-        before = await scrape(metrics_urls)
-        seen = await run.drive(plan, drain_timeout=drain_timeout)
-        after = await scrape(metrics_urls)
-        return Replay(
-            records=seen.records,
-            window=plan.window,
-            counters_before=before,
-            counters_after=after,
-            heartbeat_lag=tuple(seen.heartbeat_lag),
-            notes=seen.notes,
-        )
 
-    return _finish(measured())
+# --- What is sent -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Rows and how they are sent; makes the load in the process that sends it."""
+
+    target: Target
+    model: str
+    prompts: Prompts
+    extra_body: ExtraBody | None
+    rows: tuple[Request, ...]
+    numbers: tuple[int, ...]
+    due: Floats
+    request_timeout: float | None
+    drain_timeout: float
+
+    def part(self, shard: slice) -> "_Job":
+        """Return the job of one process."""
+        return replace(self, rows=self.rows[shard], numbers=self.numbers[shard], due=self.due[shard])
+
+    def __call__(self) -> Load:
+        """Return the load, its bodies laid out."""
+        bodies = (self.prompts.body(self.model, row, n) for row, n in zip(self.rows, self.numbers, strict=True))
+        return Load(
+            self.target, [self.target.request(body) for body in bodies], self.due,
+            [row.input_len for row in self.rows], [row.output_len for row in self.rows],
+            self.request_timeout, self.drain_timeout,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """To whom, as which model, with which prompts."""
+
+    target: Target
+    model: str
+    prompts: Prompts
+    extra_body: ExtraBody | None = None
+
+    def job(
+        self, plan: Schedule, *, request_timeout: float | None = None, drain_timeout: float = WARM_UP_DRAIN
+    ) -> _Job:
+        """Return the job of sending all rows of a schedule."""
+        return _Job(
+            self.target, self.model, self.prompts, self.extra_body, plan.rows, tuple(range(len(plan.rows))), plan.due,
+            request_timeout, drain_timeout,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Crowd:
+    """How many processes send, and why, in words."""
+
+    processes: int
+    why: str
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (self.why,) if self.why else ()
+
+
+def _crowd(plan: Schedule) -> _Crowd:
+    """Decide how many processes send: one, unless the self-test says that it would need more than half a core."""
+    rate = _tokens_per_second(plan)
+    if rate <= SURELY_CARRIED:
+        return _Crowd(1, "")
+    cost = selftest.cost_per_token()
+    processes = crew.processes_for(rate, cost)
+    words = f"about {rate:,.0f} tokens/s are expected, and one costs this client {cost * 1e6:.0f} us of CPU"
+    if processes == 1:
+        share = rate * cost
+        return _Crowd(1, f"{words}: one process sends" if share > crew.SHARE_OF_CORE / crew.HEADROOM else "")
+    return _Crowd(processes, f"{words}: {processes} processes send")
+
+
+def _tokens_per_second(plan: Schedule) -> float:
+    """Return the output tokens that the densest ten seconds ask for, by the second."""
+    if not plan.rows:
+        return 0.0
+    asked = np.bincount((plan.due // BIN).astype(np.int64), weights=[row.output_len for row in plan.rows])
+    return float(asked.max()) / min(BIN, max(plan.window, 1.0))
 
 
 # --- The run ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    records: Records
-    heartbeat_lag: list[float]
-    notes: tuple[str, ...]
+class _Watch:
+    """Called again and again while requests run: is the server alive, and who wants to know how far we are?"""
+
+    def __init__(self, check_alive: CheckAlive, on_progress: OnProgress, offered: int) -> None:
+        self._check_alive, self._on_progress, self._offered = check_alive, on_progress, offered
+        self._told = clock()
+
+    def __call__(self, finished: int) -> None:
+        self._check_alive()
+        if clock() - self._told >= TELL_EVERY or finished == self._offered:
+            self._told = clock()
+            self._on_progress(finished, self._offered)
 
 
-@dataclass(frozen=True, slots=True)
-class _Client:
-    """Where requests go and who is asked meanwhile."""
+def _alone(load: Load, watch: _Watch) -> Seen:
+    """Drive a load in this process."""
+    driver = Driver(load)
 
-    url: str
-    model: str
-    prompts: Prompts
-    request_timeout: float | None = None
-    check_alive: CheckAlive = _nothing
-    on_progress: OnProgress = _nothing
+    async def begin() -> float:
+        return clock()
 
-    @property
-    def base(self) -> str:
-        """The URL without /v1."""
-        return self.url.rstrip("/").removesuffix("/v1")
-
-    async def drive(self, plan: Schedule, *, drain_timeout: float) -> _Seen:
-        """Send the rows when they are due and wait for the answers."""
-        bodies = self._bodies(plan.rows)
-        enough_files = client.allow_open_files(len(bodies))
-        tape = _tape(plan)
-        heartbeat_lag: list[float] = []
-        async with client.session(tape) as http:
-            with _no_garbage_collection():
-                tape.anchor = time.perf_counter()
-                beating = asyncio.ensure_future(_beat(heartbeat_lag))
-                try:
-                    await self._watched(self._send(http, bodies, tape, drain_timeout), tape)
-                finally:
-                    beating.cancel()
-        self.check_alive()
-        return _Seen(tape.records(), heartbeat_lag, tuple(_failure_notes(tape, enough_files=enough_files)))
-
-    async def prefill(self, rows: tuple[Request, ...]) -> None:
-        """Send rows in order, a few at a time."""
-        plan = schedule(rows)
-        bodies, order = self._bodies(rows), iter(range(len(rows)))
-        tape = _tape(plan)
-
-        async def stream(http: aiohttp.ClientSession) -> None:
-            for row in order:
-                await client.ask(http, self.base, bodies[row], tape, row, deadline=WARM_UP_DRAIN)
-
-        async with client.session() as http:
-            await self._watched(_all(stream(http) for _ in range(PREFIX_STREAMS)), tape)
-
-    def _bodies(self, rows: Sequence[Request]) -> list[bytes]:
-        return [self.prompts.body(self.model, row, number) for number, row in enumerate(rows)]
-
-    async def _send(
-        self, http: aiohttp.ClientSession, bodies: list[bytes], tape: client.Tape, drain_timeout: float
-    ) -> None:
-        asking: list[asyncio.Task[None]] = []
-        try:
-            for row, due in enumerate(tape.due):
-                while (wait := due - tape.clock()) > 0:  # noqa: ASYNC110 (a timer of uvloop may be early)
-                    await asyncio.sleep(wait)
-                sending = client.ask(http, self.base, bodies[row], tape, row, deadline=self.request_timeout)
-                asking.append(asyncio.create_task(sending))
-            ended, _ = await asyncio.wait(asking, timeout=drain_timeout)
-            for request in ended:
-                request.result()
-        finally:
-            await _cancel(asking)
-
-    async def _watched(self, work: Awaitable[None], tape: client.Tape) -> None:
-        """Await the work while the server lives."""
-        working = asyncio.ensure_future(work)
-        told = time.perf_counter()
-        try:
-            while not working.done():
-                self.check_alive()
-                if time.perf_counter() - told >= 0.5:
-                    told = time.perf_counter()
-                    self.on_progress(tape.finished, len(tape.due))
-                await asyncio.wait([working], timeout=POLL)
-            await working
-        finally:
-            await _cancel([working])
-        self.on_progress(tape.finished, len(tape.due))
+    return finish(_watched(driver, driver.drive(begin), watch))
 
 
-def _tape(plan: Schedule) -> client.Tape:
-    return client.Tape(plan.due, [row.input_len for row in plan.rows], [row.output_len for row in plan.rows])
-
-
-async def _all(work: Iterable[Awaitable[None]]) -> None:
-    await asyncio.gather(*work)
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _beat(lag: list[float]) -> None:
-    """Note how late each beat of a 10 ms timer is; beats missed in a stall are one late beat."""
-    due = time.perf_counter() + HEARTBEAT
-    while True:
-        await asyncio.sleep(due - time.perf_counter())
-        now = time.perf_counter()
-        lag.append(max(now - due, 0.0))
-        due = max(due, now) + HEARTBEAT
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep collections, which stop the loop for as long as there are objects, out of the window."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
+async def _watched(driver: Driver, work: Coroutine[None, None, Result], watch: _Watch) -> Result:
+    """Await the work while the server lives."""
+    working = asyncio.ensure_future(work)
     try:
-        yield
+        while not working.done():
+            watch(driver.finished)
+            await asyncio.wait([working], timeout=POLL)
+        watch(driver.finished)
+        return await working
     finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+        await cancel([working])
 
 
-def _finish(work: Coroutine[None, None, Result]) -> Result:
-    with asyncio.Runner(loop_factory=None if uvloop is None else uvloop.new_event_loop) as runner:
-        return runner.run(work)
+def _facts(seen: Seen, parts: Sequence[Seen]) -> dict[str, float]:
+    """Return what the client says of itself."""
+    found = gate.facts(seen.records, seen.heartbeat_lag)
+    found |= {"client_processes": float(len(parts)), "connections_opened": float(seen.opened)}
+    if shares := [part.cpu / part.wall for part in parts if part.wall > 0]:
+        found["client_cpu"] = max(shares)
+    if tokens := float(np.nansum(seen.records.completion_tokens)):
+        found["client_cpu_per_token"] = seen.cpu / tokens
+    return found
 
 
-# --- The server's own counters ----------------------------------------------------------------------------
-
-
-async def scrape(urls: Sequence[str]) -> dict[str, float]:
-    """Return the counters of Prometheus endpoints, summed over labels; {} when one endpoint is silent."""
-    counters: dict[str, float] = {}
-    async with client.session() as http:
-        for url in urls:
-            try:
-                async with asyncio.timeout(SCRAPE_TIMEOUT), http.get(url) as response:
-                    response.raise_for_status()
-                    text = await response.text()
-            except (aiohttp.ClientError, OSError) as failure:
-                log.warning("%s: no counters: %s", url, failure)
-                return {}
-            for name, value in parse_counters(text):
-                counters[name] = counters.get(name, 0.0) + value
-    return counters
-
-
-def parse_counters(text: str) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each counter sample in Prometheus' text form."""
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match is not None and match["name"].endswith(("_total", "_sum", "_count")):
-            yield match["name"], float(match["value"])
-
-
-# --- Is it a measurement? ---------------------------------------------------------------------------------
-
-
-def judge(
-    seen: Replay,
-    *,
-    ttft_limit: float | None = None,
-    keys: Iterable[str] = (),
-    classes: metrics.Classes = metrics.DEFAULT_CLASSES,
-) -> tuple[str, ...]:
-    """Refuse a replay whose numbers say nothing about the server; return what to be careful about.
-
-    Args:
-        seen: the replay.
-        ttft_limit: the TTFT SLO, which says how much lag is too much.
-        keys: the metrics that matter, to warn of percentiles over too few requests.
-        classes: ranges of prompt lengths by name, as the keys use them.
-
-    Raises:
-        InvalidReplay: the client was late, lengths were not the recorded ones, or nothing completed.
-    """
+def _failure_notes(seen: Seen) -> Iterator[str]:
     records = seen.records
-    notes = [note for gate in _gates(seen, ttft_limit) if (note := gate.check())]
-    _check_something_completed(seen)
-    _check_lengths(records)
-    return (*notes, *_stream_notes(records), *metrics.warnings(records, keys, classes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Gate:
-    """A limit on how late the client was."""
-
-    what: str
-    late: float
-    limit: float
-
-    def check(self) -> str | None:
-        """Return a caution from half the limit on; refuse the replay beyond it."""
-        words = f"{self.what} was {format_ms(self.late)} (limit {format_ms(self.limit)})"
-        if self.late > self.limit:
-            raise InvalidReplay(
-                FailureKind.CLIENT_LAG,
-                f"the client could not keep the schedule: {words}",
-                hint="leave a core to tune, stop what else runs on this host, or lower --rate-scale",
-            )
-        return f"the client was near its limit: {words}" if self.late > self.limit / 2 else None
-
-
-def _gates(seen: Replay, ttft_limit: float | None) -> list[_Gate]:
-    share = SHARE_OF_TTFT * (ttft_limit or 0.0)
-    lag = seen.records.sent - seen.records.due
-    gates = []
-    for what, late, p99, most in (
-        ("send lag", lag[~np.isnan(lag)], LAG_P99, LAG_MAX),
-        ("lag of the 10 ms timer", np.asarray(seen.heartbeat_lag), HEARTBEAT_P99, HEARTBEAT_MAX),
-    ):
-        if len(late):
-            gates.append(_Gate(f"{what} p99", float(np.percentile(late, 99)), max(p99, share)))
-            gates.append(_Gate(f"{what} max", float(late.max()), most))
-    if (n := int((seen.records.error == client.NO_SOCKET).sum())) > 0:
-        raise InvalidReplay(
-            FailureKind.CLIENT_LAG,
-            f"{n} requests found no free socket: too many open files",
-            hint=f"raise the limit: ulimit -n {len(seen.records) + client.SPARE_FILES}",
-        )
-    return gates
-
-
-def _check_something_completed(seen: Replay) -> None:
-    if seen.records.is_completed.any():
-        return
-    kinds, counts = np.unique(seen.records.error, return_counts=True)
-    failures = ", ".join(f"{n} {kind}" for kind, n in zip(kinds, counts, strict=True))
-    raise InvalidReplay(
-        FailureKind.NOTHING_COMPLETED,
-        f"none of {len(seen.records)} requests completed: {failures}",
-        hint=seen.notes[0] if seen.notes else None,
-    )
-
-
-def _check_lengths(records: Records) -> None:
-    done = records.is_completed
-    for what, got, asked, wrong in (
-        ("prompt", records.prompt_tokens, records.input_len, done),
-        (
-            "output",
-            records.completion_tokens,
-            records.output_len,
-            np.isin(records.error, _CLEAN_BUT_WRONG) | done,
-        ),
-    ):
-        off = np.flatnonzero(wrong & ~np.isnan(got) & (got != asked))
-        if len(off):
-            row = off[0]
-            raise InvalidReplay(
-                FailureKind.LENGTHS_OFF,
-                f"{len(off)} of {len(records)} requests had another {what} length than recorded: "
-                f"request {row} has {got[row]:.0f} tokens, not {asked[row]}",
-                hint=_LENGTH_HINTS[what],
-            )
-
-
-def _stream_notes(records: Records) -> Iterator[str]:
-    tokens = records.chunk_tokens[~np.isnan(records.chunk_tokens)]
-    if len(tokens) and tokens.mean() > TOKENS_PER_CHUNK:
-        yield (
-            f"chunks carry {tokens.mean():.2f} tokens on average: a stall is spread over them in itl, "
-            "look at icl and max_stall too"
-        )
-    between = metrics.gaps(records, records.chunk_tokens).length
-    if len(between) and (share := float((between == 0).mean())) > SAME_READ:
-        yield f"{share:.0%} of the chunks arrived in one read with the chunk before: those gaps are zero"
-    if np.isnan(records.completion_tokens[records.is_completed]).any():
-        yield "the server reports no usage: output lengths could not be checked"
-
-
-def _failure_notes(tape: client.Tape, *, enough_files: bool) -> Iterator[str]:
-    kinds, counts = np.unique([error for error in tape.error if error], return_counts=True)
+    kinds, counts = np.unique(records.error[~records.is_completed], return_counts=True)
     for kind, n in zip(kinds, counts, strict=True):
-        said = tape.messages.get(str(kind))
-        yield f"{n} of {len(tape.due)} requests failed: {kind}" + (f": {said}" if said else "")
-    if not enough_files:
-        yield f"fewer than {len(tape.due)} files may be open at once (ulimit -n)"
+        said = seen.messages.get(str(kind))
+        yield f"{n} of {len(records)} requests failed: {kind}" + (f": {said}" if said else "")
+    if not seen.enough_files:
+        yield f"fewer than {len(records)} files may be open at once (ulimit -n)"

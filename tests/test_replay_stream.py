@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.replay.client import Completion, EventParser
+from tuner.replay.stream import Completion, EventParser
 
 
 def event(made: int | None, text: str = " a", *, newline: str = "\n") -> bytes:

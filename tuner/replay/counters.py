@@ -1,0 +1,143 @@
+"""What the server counts itself, and whether it agrees with what the client saw.
+
+vLLM's histograms hold sums and counts, so means can be compared exactly; its quantiles are those of buckets.
+Server-side TTFT and E2EL begin when the API server has read a request, the client's when it has been written:
+the difference is the network's and the client's, and should be small.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import numpy as np
+
+from tuner import metrics
+from tuner.metrics import Floats, Records
+from tuner.replay.connection import authorization
+from tuner.units import format_ms
+
+log = logging.getLogger(__name__)
+
+SCRAPE_TIMEOUT = 5.0
+# How far the client's mean may be from the server's: so many seconds and this share.
+MARGIN = {"ttft": 0.005, "itl": 0.001, "e2el": 0.005}
+SHARE = 0.05
+
+_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)")
+_HISTOGRAMS = {
+    "ttft": "vllm:time_to_first_token_seconds",
+    "itl": "vllm:inter_token_latency_seconds",
+    "e2el": "vllm:e2e_request_latency_seconds",
+}
+_PER_REQUEST = ("server_queue", "server_prefill", "server_itl")
+
+
+async def scrape(urls: Sequence[str]) -> dict[str, float]:
+    """Return the counters of Prometheus endpoints, summed over labels; {} when one endpoint is silent."""
+    counters: dict[str, float] = {}
+    async with aiohttp.ClientSession(trust_env=False, headers=authorization()) as http:
+        for url in urls:
+            try:
+                async with asyncio.timeout(SCRAPE_TIMEOUT), http.get(url) as response:
+                    response.raise_for_status()
+                    text = await response.text()
+            except (aiohttp.ClientError, OSError) as failure:
+                log.warning("%s: no counters: %s", url, failure)
+                return {}
+            for name, value in parse_counters(text):
+                counters[name] = counters.get(name, 0.0) + value
+    return counters
+
+
+def parse_counters(text: str) -> Iterator[tuple[str, float]]:
+    """Yield name and value of each counter sample in Prometheus' text form."""
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match is not None and match["name"].endswith(("_total", "_sum", "_count")):
+            yield match["name"], float(match["value"])
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The server's own figures, and where they disagree with the client's.
+
+    Attributes:
+        numbers: "server_ttft_mean", "server_itl_mean" and "server_e2el_mean" of the histograms;
+            "server_queue_p50" and the like of the per-request metrics; in seconds.
+        notes: a sentence for each disagreement beyond the margin.
+    """
+
+    numbers: Mapping[str, float]
+    notes: tuple[str, ...]
+
+
+def compare(records: Records, before: Mapping[str, float], after: Mapping[str, float]) -> Comparison:
+    """Hold the server's histograms over the window, and its per-request metrics, against the records.
+
+    The histograms can be compared only when they are about the same requests: all completed, and nobody
+    else's among them.
+    """
+    numbers = dict(_per_request(records))
+    served = _grown(before, after, f"{_HISTOGRAMS['ttft']}_count")
+    if served is None:
+        return Comparison(numbers, ())
+    if served > len(records):
+        words = f"the server answered {served:.0f} requests, {served - len(records):.0f} more than this replay sent: "
+        return Comparison(numbers, (words + "somebody else uses it, or a group's members count twice",))
+    notes = []
+    for name, ours in _means(records).items():
+        total, count = (_grown(before, after, f"{_HISTOGRAMS[name]}_{part}") for part in ("sum", "count"))
+        if total is None or not count:
+            continue
+        # Of the gaps, the sum over the tokens that came after a first one: what is one sample there differs
+        # from version to version.
+        theirs = total / (_later_tokens(records) if name == "itl" else count)
+        numbers[f"server_{name}_mean"] = theirs
+        if records.is_completed.all() and abs(ours - theirs) > MARGIN[name] + SHARE * theirs:
+            notes.append(
+                f"{name} mean is {format_ms(ours)} here and {format_ms(theirs)} by the server's own count, "
+                f"further apart than {format_ms(MARGIN[name])} and {SHARE:.0%}"
+            )
+    return Comparison(numbers, tuple(notes))
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float | None:
+    return after[name] - before.get(name, 0.0) if name in after else None
+
+
+def _means(records: Records) -> dict[str, float]:
+    """Return the client's means over every request that had a first token, failed ones too, as the server has it."""
+    found = {
+        "ttft": metrics.per_request(records, "ttft_from_send"),
+        "e2el": metrics.per_request(records, "e2el"),
+    }
+    means = {name: float(np.nanmean(values)) for name, values in found.items() if not np.isnan(values).all()}
+    if later := _later_tokens(records):
+        means["itl"] = float(np.nansum(metrics.last_token(records) - metrics.first_token(records))) / later
+    return means
+
+
+def _later_tokens(records: Records) -> float:
+    """Return how many tokens came after the first chunk of their request."""
+    tokens = metrics.known_tokens(records)
+    if tokens is None:
+        return 0.0
+    has = np.diff(records.chunk_start) > 0
+    return float(tokens.sum() - tokens[records.chunk_start[:-1][has]].sum())
+
+
+def _per_request(records: Records) -> Iterator[tuple[str, float]]:
+    for name in _PER_REQUEST:
+        values: Floats = getattr(records, name)
+        known = metrics.Sample(values[~np.isnan(values)])
+        for statistic in ("p50", "p99", "mean"):
+            if (value := known.statistic(statistic)) is not None:
+                yield f"{name}_{statistic}", value
+    ours = metrics.per_request(records, "ttft_from_send") - records.server_queue - records.server_prefill
+    over = metrics.Sample(ours[~np.isnan(ours)])
+    for statistic in ("p50", "p99"):
+        if (value := over.statistic(statistic)) is not None:
+            yield f"client_over_server_ttft_{statistic}", value

@@ -1,0 +1,174 @@
+"""Drive a load from several processes when one cannot carry it, all on one clock.
+
+`time.perf_counter` counts from the same moment in every process of a host (CLOCK_MONOTONIC), so one anchor
+serves them all. A child ends when its pipe does: it cannot outlive the parent.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Protocol
+
+import numpy as np
+
+from tuner import metrics
+from tuner.replay.client import Driver, Load, Seen, cancel, finish
+from tuner.replay.connection import clock
+
+READY_TIMEOUT, HEAD_START, TELL_EVERY, END_TIMEOUT = 120.0, 0.05, 0.5, 5.0
+SHARE_OF_CORE, HEADROOM = 0.5, 2.0
+
+
+class Job(Protocol):
+    """Makes the load of one process, in that process."""
+
+    def __call__(self) -> Load:
+        """Return what to send."""
+
+
+def processes_for(tokens_per_second: float, cost: float, cpus: int | None = None) -> int:
+    """Return how many processes keep each under half a core at twice this rate.
+
+    Args:
+        tokens_per_second: what the server is expected to send.
+        cost: seconds of CPU a token, from `selftest.cost_per_token`.
+        cpus: cores of this host; at most half of them are taken, the others are the server's.
+    """
+    most = max(1, (cpus or os.cpu_count() or 1) // 2)
+    return min(most, max(1, int(np.ceil(tokens_per_second * cost * HEADROOM / SHARE_OF_CORE))))
+
+
+def shards(count: int, processes: int) -> list[slice]:
+    """Return which rows each process sends: every n-th, so that all see the same traffic."""
+    return [slice(first, count, processes) for first in range(processes)]
+
+
+def drive(jobs: Sequence[Job], watch: Callable[[int], None], *, every: float) -> list[Seen]:
+    """Drive each job in a process of its own; return what each saw, in order.
+
+    Args:
+        jobs: what each sends; pickled.
+        watch: called every `every` seconds with the number of ended requests; what it raises ends everything.
+        every: seconds.
+
+    Raises:
+        RuntimeError: a process ended without a result, or was not ready in time.
+    """
+    with _crew(jobs) as pipes:
+        _await_ready(pipes, watch, every)
+        anchor = clock() + HEAD_START
+        for pipe in pipes:
+            pipe.send(anchor)
+        seen: dict[Connection, Seen] = {}
+        finished = dict.fromkeys(pipes, 0)
+        while len(seen) < len(pipes):
+            for pipe, word in _heard([pipe for pipe in pipes if pipe not in seen], every):
+                if isinstance(word, Seen):
+                    seen[pipe] = word
+                    finished[pipe] = len(word.records)
+                else:
+                    finished[pipe] = word
+            watch(sum(finished.values()))
+        return [seen[pipe] for pipe in pipes]
+
+
+def _await_ready(pipes: Sequence[Connection], watch: Callable[[int], None], every: float) -> None:
+    deadline, missing = clock() + READY_TIMEOUT, set(pipes)
+    while missing:
+        missing -= {pipe for pipe, _ in _heard(list(missing), every)}
+        watch(0)
+        if clock() > deadline:
+            raise RuntimeError(f"{len(missing)} client processes were not ready after {READY_TIMEOUT:g} s")
+
+
+def _heard(pipes: Sequence[Connection], timeout: float) -> list[tuple[Connection, int | Seen]]:
+    """Return what was said within `timeout` seconds, and by whom."""
+    speaking = wait(pipes, timeout)
+    try:
+        return [(pipe, pipe.recv()) for pipe in pipes if pipe in speaking]
+    except EOFError:
+        raise RuntimeError("a client process ended before its replay did") from None
+
+
+@contextmanager
+def _crew(jobs: Sequence[Job]) -> Iterator[list[Connection]]:
+    context = multiprocessing.get_context("spawn")
+    processes: list[SpawnProcess] = []
+    pipes: list[Connection] = []
+    try:
+        for job in jobs:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, job), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        yield pipes
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(END_TIMEOUT)
+            if process.is_alive():
+                process.kill()
+                process.join(END_TIMEOUT)
+
+
+def _work(pipe: Connection, job: Job) -> None:
+    """What a child process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    finish(_drive_for(pipe, job()))
+
+
+async def _drive_for(pipe: Connection, load: Load) -> None:
+    loop, ourselves = asyncio.get_running_loop(), asyncio.current_task()
+    anchor: asyncio.Future[float] = loop.create_future()
+
+    def parent_said() -> None:
+        try:
+            anchor.set_result(pipe.recv())
+        except (EOFError, OSError):
+            loop.remove_reader(pipe.fileno())
+            if ourselves is not None:
+                ourselves.cancel()
+
+    async def begin() -> float:
+        pipe.send(0)
+        return await anchor
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(TELL_EVERY)
+            pipe.send(driver.finished)
+
+    driver = Driver(load)
+    loop.add_reader(pipe.fileno(), parent_said)
+    telling = asyncio.ensure_future(tell())
+    try:
+        seen = await driver.drive(begin)
+    except asyncio.CancelledError:  # nobody is there to be told
+        return
+    finally:
+        await cancel([telling])
+        loop.remove_reader(pipe.fileno())
+    pipe.send(seen)
+
+
+def together(parts: Sequence[Seen]) -> Seen:
+    """Return what the processes of `shards` saw as one: records in the order of the schedule, the CPU of all."""
+    n = sum(len(part.records) for part in parts)
+    rows = np.concatenate([np.arange(n)[shard] for shard in shards(n, len(parts))])
+    return Seen(
+        records=metrics.reorder(metrics.concatenate([part.records for part in parts]), np.argsort(rows)),
+        heartbeat_lag=[lag for part in parts for lag in part.heartbeat_lag],
+        cpu=sum(part.cpu for part in parts),
+        wall=max(part.wall for part in parts),
+        opened=sum(part.opened for part in parts),
+        messages={kind: text for part in reversed(parts) for kind, text in part.messages.items()},
+        enough_files=all(part.enough_files for part in parts),
+    )

@@ -1,0 +1,172 @@
+"""Read the answer to one request: bytes in, times and token counts out.
+
+Chunks are not tokens and reads are not chunks: the server's running `completion_tokens` says how many tokens
+each event brought, and an event may be cut anywhere by the network. HTTP 200 does not mean success either.
+"""
+
+import json
+import math
+import re
+from array import array
+from collections.abc import Iterator, Mapping
+
+IN_BAND_ERROR, MALFORMED, NO_DONE, EMPTY, SHORT, LONG = (
+    "in_band_error", "malformed", "no_done", "empty", "short", "long")  # fmt: skip
+
+# Inside a JSON string quotes are escaped, so these cannot match in generated text.
+_COUNT = b'"completion_tokens":'
+_NUMBER = re.compile(rb"\s*(\d+)")
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
+_CHOICES = b'"choices":[{'  # as vLLM writes it; spaces are looked for only when this is not there
+_NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
+_CHANNELS = ("text", "content", "reasoning", "reasoning_content", "refusal", "tool_calls")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+
+
+class EventParser:
+    """Cuts a stream of server-sent events into the data of each, however the bytes are split.
+
+    Lines end in LF, CRLF or CR, as the HTML standard's section on server-sent events has it.
+    """
+
+    __slots__ = ("_after_cr", "_data", "_rest", "is_between_events")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._after_cr = False
+        self.is_between_events = True  # everything fed so far belongs to events that are complete
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the data of every event that is complete now."""
+        if not data:
+            return
+        # A CR ends its line at once, lest the event wait for the next one; the LF of a CRLF cut in two is dropped.
+        text = self._rest + (data[1:] if self._after_cr and data.startswith(b"\n") else data)
+        self._after_cr = data.endswith(b"\r")
+        *lines, self._rest = _LINE_END.split(text) if b"\r" in text else text.split(b"\n")
+        for line in lines:
+            if not line:
+                yield from self.close()
+            elif line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+        self.is_between_events = not self._rest and not self._data
+
+    def close(self) -> Iterator[bytes]:
+        """Yield the data of an event that only lacks its blank line."""
+        if self._data:
+            data, self._data = b"\n".join(self._data), []
+            yield data
+
+
+class Completion:
+    """What a stream of completion events has said so far."""
+
+    __slots__ = ("_parser", "error", "is_done", "made", "message", "times", "tokens", "usage")
+
+    def __init__(self) -> None:
+        self._parser = EventParser()
+        self.times, self.tokens = array("d"), array("d")
+        self.made = 0
+        self.usage: bytes | None = None
+        self.is_done = False
+        self.error = self.message = ""
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Take bytes that were read at `now`."""
+        parser = self._parser
+        # Nearly every read is one whole event.
+        if (
+            data.find(b"\n") == len(data) - 2
+            and data.startswith(b"data: ")
+            and data.endswith(b"\n")
+            and b"\r" not in data
+            and parser.is_between_events
+        ):
+            self._event(data[6:-2], now)
+            return
+        for event in parser.feed(data):
+            self._event(event, now)
+
+    def end(self, output_len: int, now: float) -> str:
+        """Return "" for a completed request of this length, else what went wrong."""
+        for event in self._parser.close():
+            self._event(event, now)
+        if self.error:
+            return self.error
+        if not self.is_done:
+            return NO_DONE
+        if not self.times:
+            return EMPTY
+        if self.usage is not None and self.made != output_len:
+            return SHORT if self.made < output_len else LONG
+        return ""
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Tokens of the prompt as the server counted them, NaN when it did not say."""
+        match = _PROMPT_TOKENS.search(self.usage) if self.usage is not None else None
+        return float(match[1]) if match else math.nan
+
+    @property
+    def completion_tokens(self) -> float:
+        """Tokens that came, as the server counted them, NaN when it did not say."""
+        return float(self.made) if self.usage is not None else math.nan
+
+    @property
+    def server_metrics(self) -> Mapping[str, float]:
+        """What the server says of this request's timing, as vLLM does with --enable-per-request-metrics."""
+        if self.usage is None or b'"metrics"' not in self.usage:
+            return {}
+        said = json.loads(self.usage).get("metrics") or {}
+        return {name: value for name, value in said.items() if isinstance(value, int | float)}
+
+    def _event(self, data: bytes, now: float) -> None:
+        at = data.rfind(_COUNT)
+        match = _NUMBER.match(data, at + len(_COUNT)) if at >= 0 else None
+        if match is None:
+            self._without_usage(data, now)
+            return
+        self.usage = data
+        total = int(match[1])
+        if total <= self.made:
+            return
+        # The closing usage event brings no token: where it is the only one with counts, chunks stay unknown.
+        if _CHOICES in data or not _NO_CHOICES.search(data):
+            self.times.append(now)
+            self.tokens.append(total - self.made)
+        self.made = total
+
+    def _without_usage(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self.is_done = True
+            return
+        try:
+            event = json.loads(data)
+            error, choices = event.get("error"), event.get("choices") or ()
+        except (ValueError, AttributeError):
+            self.error, self.message = self.error or MALFORMED, data[:200].decode(errors="replace")
+            return
+        if error is not None:
+            self.error = self.error or IN_BAND_ERROR
+            self.message = str(error.get("message", error) if isinstance(error, dict) else error)
+        elif any(_text(choice) for choice in choices):
+            self.times.append(now)
+            self.tokens.append(math.nan)
+
+
+def _text(choice: dict[str, object]) -> bool:
+    """Return whether a choice without counts carries tokens, in any channel."""
+    delta = choice.get("delta")
+    said = delta if isinstance(delta, dict) else choice
+    return any(said.get(channel) for channel in _CHANNELS)
+
+
+def message_of(body: bytes) -> str:
+    """Return what a server said beside an HTTP status."""
+    try:
+        said = json.loads(body)
+        error = said.get("error", said)
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
+    except (ValueError, AttributeError):
+        return body[:300].decode(errors="replace")
