@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_data import VOCAB_SIZE, FakeServer, Row, evenly, free_port, records, serving, workload
+from replay_data import VOCAB_SIZE, FakeServer, evenly, free_port, serving, workload
 
 from tuner import metrics
 from tuner.errors import FailureKind, InvalidReplay, ServerDied
 from tuner.replay import run
 from tuner.replay.client import allow_open_files
-from tuner.replay.counters import parse_counters
 from tuner.replay.gate import judge
 from tuner.seams import Replay
 from tuner.workload import Request, Workload
@@ -27,10 +26,6 @@ def play(server: FakeServer | str, what: Workload, *, salt: str = "a", **more: A
 
 def errors(replay: Replay) -> list[str]:
     return [str(error) for error in replay.records.error]
-
-
-def seen(*rows: Row, heartbeat_lag: tuple[float, ...] = (0.001,), notes: tuple[str, ...] = ()) -> Replay:
-    return Replay(records(*rows), 1.0, {}, {}, heartbeat_lag, notes)
 
 
 # --- What a replay sees -----------------------------------------------------------------------------------
@@ -312,63 +307,6 @@ def test_a_busy_client_is_found_out(tmp_path: Path) -> None:
     with pytest.raises(InvalidReplay, match="the client could not keep the schedule") as caught:
         judge(replay)
     assert caught.value.kind is FailureKind.CLIENT_LAG
-
-
-def lagging(lag: float) -> Replay:
-    return seen(*[Row([i + 0.9], due=float(i), sent=i + lag) for i in range(10)])
-
-
-def test_send_lag_gates_the_replay() -> None:
-    """10 ms at p99, or 5 % of the TTFT limit if that is more; from half of it on the reader is told."""
-    assert judge(lagging(0.004)) == ()
-    assert "near its limit: send lag p99 was 6.00 ms (limit 10.0 ms)" in judge(lagging(0.006))[0]
-    with pytest.raises(InvalidReplay, match=r"send lag p99 was 20\.0 ms \(limit 10\.0 ms\)"):
-        judge(lagging(0.020))
-    assert judge(lagging(0.020), ttft_limit=2.0) == ()
-    with pytest.raises(InvalidReplay, match="send lag max was 300 ms"):
-        judge(lagging(0.300), ttft_limit=100.0)
-
-
-def test_the_timer_gates_the_replay() -> None:
-    """A stall between two sends shows in the heartbeat alone."""
-    calm = [0.001] * 999
-    rows = [Row([0.5])]
-
-    assert judge(seen(*rows, heartbeat_lag=(*calm, 0.1))) == ()
-    assert "timer max was 200 ms" in judge(seen(*rows, heartbeat_lag=(*calm, 0.2)))[0]
-    with pytest.raises(InvalidReplay, match="timer max was 300 ms"):
-        judge(seen(*rows, heartbeat_lag=(*calm, 0.3)))
-    with pytest.raises(InvalidReplay, match="timer p99 was 30"):
-        judge(seen(*rows, heartbeat_lag=(0.03,) * 10))
-
-
-def test_missing_sockets_are_the_clients_fault() -> None:
-    """Too many open files is no property of the server."""
-    with pytest.raises(InvalidReplay, match="no free socket") as caught:
-        judge(seen(Row([0.5]), Row(error="no_socket", output_len=5)))
-    assert "ulimit -n" in (caught.value.hint or "")
-
-
-def test_percentiles_over_few_requests_are_mentioned() -> None:
-    """The verdict carries the warning for the metrics that matter."""
-    assert "ttft_p99 rests on 1 requests" in judge(seen(Row([0.5])), keys=["ttft_p99"])[0]
-
-
-def test_counters_are_summed_over_labels() -> None:
-    """Counters, sums and counts are read; gauges, buckets and creation times are not."""
-    text = (
-        "# HELP vllm:prompt_tokens_total x\n"
-        'vllm:prompt_tokens_total{engine="0"} 5.0\n'
-        'vllm:prompt_tokens_total{engine="1",model_name="a b}"} 2e+00\n'
-        "vllm:prompt_tokens_created 1.7e+09\nvllm:num_requests_running 3.0\n"
-        'vllm:ttft_seconds_bucket{le="0.1"} 4\nvllm:ttft_seconds_sum{engine="0"} 0.5\n'
-    )
-
-    assert list(parse_counters(text)) == [
-        ("vllm:prompt_tokens_total", 5.0),
-        ("vllm:prompt_tokens_total", 2.0),
-        ("vllm:ttft_seconds_sum", 0.5),
-    ]
 
 
 def test_the_limit_of_open_files_is_raised_where_it_may_be() -> None:

@@ -25,6 +25,7 @@ from tuner.evaluate import LiveEvaluator
 from tuner.plan import Plan
 from tuner.results import TrialResult, config_from_json, config_to_json, front, limits
 from tuner.seams import Sink
+from tuner.serving import Json
 from tuner.sinks import verdict as words
 from tuner.sinks.console import ConsoleSink
 from tuner.sinks.runfolder import RunFolder, write_atomically, write_json
@@ -110,6 +111,12 @@ def _continue(folder: RunFolder, spec: StudySpec, facts: Any, where: Where) -> i
     return _conduct(replace(found, baseline=base), folder, where)
 
 
+def _measuring(plan: Plan) -> dict[str, Json]:
+    """Return arguments that let the server time each request itself, where this vLLM knows them."""
+    known = plan.vllm.flags if plan.vllm else {}
+    return {name: True for name in ("enable_per_request_metrics",) if name in known}
+
+
 def _facts(folder: RunFolder) -> Any:
     file = folder.path / "plan.json"
     try:
@@ -128,7 +135,7 @@ def _conduct(plan: Plan, folder: RunFolder, where: Where) -> int:
     launcher = LocalLauncher(
         port=spec.vllm.port, gpus=plan.gpus, start_timeout=spec.vllm.start_timeout,
         stop_patience=spec.vllm.stop_timeout, stop_command=spec.vllm.stop_command or (),
-        journal=folder.path / "processes.jsonl",
+        journal=folder.path / "processes.jsonl", measuring=_measuring(plan),
     )  # fmt: skip
     evaluator = LiveEvaluator(launcher, spec, plan.workload, plan.vocab_size)
     optuna_study = store.open_study(where.storage or folder.storage, spec)

@@ -17,7 +17,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from tuner.deployment import failures, gpu, journal, ports, program
 from tuner.deployment.family import MARKER, Family, exit_code
 from tuner.deployment.guardian import Guardian, run_stop_command
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
-from tuner.serving import SECRET_ARGUMENTS, Role, ServingConfig, to_argv
+from tuner.serving import SECRET_ARGUMENTS, Json, Role, ServingConfig, to_argv
 
 POLL = 0.2
 HEALTH_TIMEOUT = 2.0
@@ -122,6 +122,7 @@ class LocalLauncher:
         cache_directory: where vLLM keeps compiled code between trials, unless the environment says.
         stop_command: what ends a container that the configuration's command starts.
         journal: the run's `processes.jsonl`.
+        measuring: arguments that make the server say more of what it does; a configuration's own go before them.
     """
 
     host: str = "127.0.0.1"
@@ -132,6 +133,7 @@ class LocalLauncher:
     cache_directory: Path | None = None
     stop_command: tuple[str, ...] = ()
     journal: Path | None = None
+    measuring: Mapping[str, Json] = field(default_factory=dict)
 
     @contextmanager
     def launch(self, config: ServingConfig, directory: Path) -> Iterator[Deployment]:
@@ -184,7 +186,7 @@ class LocalLauncher:
             family = Family(uuid.uuid4().hex)
             settings = self.settings(config.env)
             env = environment(settings, family.marker)
-            argv = to_argv(config, host=host, port=reservation.port)
+            argv = to_argv(config, Role.ANY, **self._measuring(config), host=host, port=reservation.port)
             argv = program.locate(argv, env)
             log = directory / f"server-{Role.ANY}-0.log"
             write_command(directory / "command.txt", argv, settings)
@@ -201,6 +203,13 @@ class LocalLauncher:
             self._await_ready(server, family)
             guardian.watch(family, members=family.identities())
             yield server
+
+    def _measuring(self, config: ServingConfig) -> dict[str, Json]:
+        given = config.for_role(Role.ANY)
+        # vLLM keeps no times of requests without its statistics, and refuses the two together.
+        if given.get("disable_log_stats"):
+            return {}
+        return {name: value for name, value in self.measuring.items() if name not in given}
 
     @property
     def _path(self) -> str | None:

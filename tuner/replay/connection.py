@@ -91,8 +91,8 @@ class Exchange:
     """One request and its answer; notes on the tape when it has ended."""
 
     __slots__ = (
-        "_body", "_feed", "_is_framed", "_is_kept", "_tape", "answer", "connection", "is_over", "now", "on_end", "parser",
-        "request", "row", "status", "submitted",
+        "_body", "_feed", "_is_framed", "_is_kept", "_tape", "answer", "connection", "is_over", "now", "on_end",
+        "parser", "request", "row", "status", "submitted",
     )  # fmt: skip
 
     def __init__(self, tape: Tape, row: int, request: bytes, on_end: Callable[["Exchange"], None]) -> None:

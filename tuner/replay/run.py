@@ -137,7 +137,7 @@ def replay(
         ServerDied: from `check_alive`.
     """
     plan = schedule(workload.requests)
-    crowd = _Crowd(processes, "") if processes else _crowd(plan)
+    crowd = _Crowd(min(processes, len(plan.rows)), "") if processes else _crowd(plan)
     sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), extra_body)
     job = sending.job(plan, request_timeout=request_timeout, drain_timeout=drain_timeout)
     watch = _Watch(check_alive, on_progress, len(plan.rows))

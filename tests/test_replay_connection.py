@@ -1,0 +1,188 @@
+"""Connections: opened ahead, one request at a time, every ending told apart."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from replay_data import VOCAB_SIZE, evenly, free_port, serving, workload
+
+from tuner.replay import run
+from tuner.replay.client import Driver, Load, Seen, finish
+from tuner.replay.connection import Connection, Exchange, Pool, Target, clock
+from tuner.replay.tape import Tape
+from tuner.workload import Request
+
+EVENT = b'data: {"choices":[{"text":" a"}],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n'
+STREAM = EVENT + b"data: [DONE]\n\n"
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+
+
+def chunked(*parts: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (*parts, b""))
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Answer one request with these bytes, whatever is asked, and close."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(10)
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(10)
+
+
+def send(url: str, *, rows: int = 1) -> Seen:
+    """Send requests for one token, all at once."""
+    target = Target(url)
+    load = Load(
+        target, [target.request(b"{}")] * rows, np.zeros(rows), [7] * rows, [1] * rows, drain_timeout=5.0
+    )
+
+    async def begin() -> float:
+        return clock()
+
+    return finish(Driver(load).drive(begin))
+
+
+@pytest.mark.parametrize(
+    ("url", "line", "host"),
+    [
+        ("http://127.0.0.1:8000", "POST /v1/completions HTTP/1.1", "127.0.0.1:8000"),
+        ("http://127.0.0.1:8000/v1/", "POST /v1/completions HTTP/1.1", "127.0.0.1:8000"),
+        ("http://[::1]:8000", "POST /v1/completions HTTP/1.1", "[::1]:8000"),
+        ("https://name:secret@llm.example/team a/v1", "POST /team%20a/v1/completions HTTP/1.1", "llm.example"),
+    ],
+)
+def test_a_request_names_its_host_and_path(url: str, line: str, host: str) -> None:
+    """With or without /v1, behind a prefix, with an IPv6 address; credentials of a URL are not sent on."""
+    head = Target(url).request(b"{}").decode().split("\r\n")
+
+    assert (head[0], head[1]) == (line, f"Host: {host}")
+    assert head[-3:] == ["Content-Length: 2", "", "{}"]
+
+
+def test_ports_follow_the_scheme() -> None:
+    """Without a port it is 80 or 443."""
+    assert (Target("http://a").port, Target("https://a").port, Target("https://a:81").port) == (80, 443, 81)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(STREAM), ""),
+        (HEAD + b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM, ""),
+        (HEAD + b"\r\n" + STREAM, ""),  # ends with its connection
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(STREAM), ""),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(STREAM)[:-5], "reset"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(EVENT), "no_done"),
+        (HEAD + b"\r\n" + EVENT, "no_done"),
+        (b"", "reset"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "broken"),
+        (b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n\r\nbusy", "http_503"),
+        (b"HTTP/1.1 307 Temporary Redirect\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n", "http_307"),
+    ],
+)
+def test_an_answer_may_end_in_many_ways(answer: bytes, error: str) -> None:
+    """Framed by chunks, by a length or by the connection; cut, refused, or no HTTP at all."""
+    with answering(answer) as url:
+        seen = send(url)
+
+    assert seen.records.error.tolist() == [error]
+
+
+def test_what_the_server_said_is_kept() -> None:
+    """The message of an error status is there for the reader."""
+    body = b'{"error": {"message": "too long"}}'
+    with answering(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)) as url:
+        assert send(url).messages == {"http_400": "too long"}
+
+
+def test_the_first_byte_is_noted() -> None:
+    """Between the send and the first token lies the answer's head."""
+    with answering(HEAD + b"\r\n" + STREAM) as url:
+        got = send(url).records
+
+    assert got.sent[0] <= got.first_byte[0] <= got.chunk_time[0]
+
+
+def test_every_request_of_a_burst_has_its_connection_before_the_clock(tmp_path: Path) -> None:
+    """100 rows at one moment: 100 connections are open, and none is waited for."""
+    with serving(tmp_path) as server:
+        seen = run.replay(server.url, "m", evenly(100, 0.0), salt="a", vocab_size=VOCAB_SIZE)
+
+    assert seen.client["connections_opened"] == 100
+    assert seen.client["connections_awaited"] == 0
+    assert seen.records.connect_wait.tolist() == [0.0] * 100
+
+
+def test_a_later_burst_finds_its_connections_open(tmp_path: Path) -> None:
+    """Dialled ahead while the clock runs, too."""
+    rows = [Request(0.0, 40, 5), *(Request(0.8, 40, 5) for _ in range(30))]
+    with serving(tmp_path) as server:
+        seen = run.replay(server.url, "m", workload(*rows), salt="a", vocab_size=VOCAB_SIZE)
+
+    assert seen.client["connections_awaited"] == 0
+
+
+def test_connections_are_used_again(tmp_path: Path) -> None:
+    """One request after the other needs few connections."""
+    with serving(tmp_path) as server:
+        seen = run.replay(server.url, "m", evenly(30, 0.05), salt="a", vocab_size=VOCAB_SIZE)
+
+    assert seen.client["connections_opened"] < 15
+
+
+class SlowToDial(Pool):
+    """Takes 50 ms more for each connection, as one over TLS from afar."""
+
+    async def _first_that_answers(self) -> Connection:
+        await asyncio.sleep(0.05)
+        return await super()._first_that_answers()
+
+
+def test_the_wait_for_a_connection_is_shown_apart() -> None:
+    """A handshake of 50 ms is neither the client's lag nor hidden (report 10)."""
+    tape = Tape(np.zeros(1), [7], [1])
+
+    async def one(url: str) -> None:
+        pool, ended = SlowToDial(Target(url)), asyncio.Event()
+        await pool.open(0)
+        tape.anchor = clock()
+        pool.submit(Exchange(tape, 0, Target(url).request(b"{}"), lambda _: ended.set()))
+        await asyncio.wait_for(ended.wait(), 5)
+        await pool.close()
+
+    with answering(HEAD + b"\r\n" + STREAM) as url:
+        finish(one(url))
+
+    got = tape.records()
+    assert got.connect_wait[0] == pytest.approx(0.05, abs=0.04)
+    assert got.sent[0] >= 0.05
+    assert abs(got.send_lag[0]) < 0.01
+
+
+def test_a_name_that_nobody_knows_is_refused() -> None:
+    """Where there is no address there is no server."""
+    assert send("http://nobody.invalid:1", rows=2).records.error.tolist() == ["refused"] * 2
+
+
+def test_a_port_that_nobody_listens_at_is_refused() -> None:
+    """All of a burst, none twice."""
+    seen = send(f"http://127.0.0.1:{free_port()}", rows=5)
+
+    assert seen.records.error.tolist() == ["refused"] * 5
+    assert np.isnan(seen.records.sent).all()
