@@ -48,9 +48,7 @@ def answering(answer: bytes) -> Iterator[str]:
 def send(url: str, *, rows: int = 1) -> Seen:
     """Send requests for one token, all at once."""
     target = Target(url)
-    load = Load(
-        target, [target.request(b"{}")] * rows, np.zeros(rows), [7] * rows, [1] * rows, drain_timeout=5.0
-    )
+    load = Load(target, [target.request(b"{}")] * rows, np.zeros(rows), [7] * rows, [1] * rows, drain_timeout=5.0)
 
     async def begin() -> float:
         return clock()
