@@ -1,5 +1,8 @@
 """Replays against a fake server whose timing and faults are known."""
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -339,3 +342,21 @@ def test_the_fake_server_trades_ttft_for_itl(tmp_path: Path) -> None:
     assert capped[0] < whole[0] / 2
     assert pieces[1] > whole[1] * 1.2
     assert capped[1] > whole[1] * 1.2
+
+
+def test_sigterm_ends_a_replay_wherever_it_comes(tmp_path: Path) -> None:
+    """Also inside a transport's callback, where an exception would be lost: ten replays, ten interrupts."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with serving(tmp_path) as server:
+            for i in range(10):
+                threading.Timer(0.2 + i / 50, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                with pytest.raises(KeyboardInterrupt):
+                    play(server, evenly(4000, 0.002), salt=str(i))
+        assert signal.getsignal(signal.SIGTERM) is interrupt
+    finally:
+        signal.signal(signal.SIGTERM, before)

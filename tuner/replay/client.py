@@ -7,6 +7,8 @@ send and by a 10 ms timer beside them.
 import asyncio
 import gc
 import resource
+import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -215,9 +217,40 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def finish(work: Coroutine[None, None, Result]) -> Result:
-    """Run a coroutine to its end, on uvloop where there is one."""
+    """Run a coroutine to its end, on uvloop where there is one.
+
+    Raises:
+        KeyboardInterrupt: SIGINT or, where it has a handler, SIGTERM came.
+    """
     with asyncio.Runner(loop_factory=None if uvloop is None else uvloop.new_event_loop) as runner:
-        return runner.run(work)
+        return runner.run(_stopped_by_sigterm(work))
+
+
+async def _stopped_by_sigterm(work: Coroutine[None, None, Result]) -> Result:
+    """Await the work; SIGTERM cancels it first, as asyncio has it for SIGINT.
+
+    An exception that a handler raises inside a transport's callback would be lost there.
+    """
+    handler, ourselves = signal.getsignal(signal.SIGTERM), asyncio.current_task()
+    if ourselves is None or not callable(handler) or threading.current_thread() is not threading.main_thread():
+        return await work
+    came: list[bool] = []
+
+    def cancel_work() -> None:
+        came.append(True)
+        ourselves.cancel()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, cancel_work)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if came:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def allow_open_files(count: int) -> bool:

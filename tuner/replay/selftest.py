@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import ExitStack, suppress
 
 import numpy as np
 
@@ -48,13 +49,13 @@ async def _drive(port: int) -> tuple[float, int]:
 
 
 def _play(listener: socket.socket) -> None:
-    """Answer every connection with the same stream, all in step."""
-    streams = []
-    try:
+    """Answer every connection with the same stream, all in step, until the client has enough."""
+    with ExitStack() as stack, suppress(OSError):
+        streams = []
         for _ in range(STREAMS):
             stream, _address = listener.accept()
             stream.settimeout(DEADLINE)
-            streams.append(stream)
+            streams.append(stack.enter_context(stream))
         for stream in streams:
             stream.recv(65536)
             stream.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -69,9 +70,6 @@ def _play(listener: socket.socket) -> None:
                 stream.sendall(event)
         for stream in streams:
             stream.sendall(_framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
-    finally:
-        for stream in streams:
-            stream.close()
 
 
 def _framed(data: bytes) -> bytes:
