@@ -10,8 +10,6 @@ on an absolute schedule, so budgets trade TTFT for ITL the way they do on a real
 The environment variable FAKE_VLLM, a JSON object, changes what it does; every key is a field of `Behaviour`.
 Nothing but the standard library is needed.
 """
-# Names say it; flags wrap better as text.
-# ruff: noqa: SIM905
 
 import argparse
 import asyncio
@@ -33,74 +31,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VERSION = "0.26.0"
+FLAGS = Path(__file__).parent / "data" / "vllm_flags.txt"
 
-# What `vllm serve --help=all` of 0.26.0 lists.
-TAKES_A_VALUE = """
-api-server-count config gdn-prefill-backend shutdown-timeout allowed-headers allowed-methods
-allowed-origins chat-template chat-template-content-format data-parallel-supervisor-port
-default-chat-template-kwargs disable-access-log-for-endpoints dp-supervisor-probe-failure-threshold
-dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s fingerprint-mode fingerprint-value
-h11-max-header-count h11-max-incomplete-event-size host log-config-file max-log-len middleware port
-response-role root-path ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile tool-call-parser
-tool-parser-plugin tool-server uds uvicorn-log-level allowed-local-media-path code-revision
-config-format convert dtype generation-config hf-config-path hf-overrides hf-token io-processor-plugin
-logprobs-mode max-logprobs max-model-len model model-class-overrides model-impl override-attention-dtype
-override-generation-config pooler-config quantization quantization-config renderer-num-workers revision
-runner seed tokenizer tokenizer-mode tokenizer-revision download-dir load-format
-model-loader-extra-config pt-load-map-location safetensors-load-strategy safetensors-prefetch-block-size
-safetensors-prefetch-num-threads attention-backend mamba-backend mamba-cache-philox-rounds
-reasoning-parser reasoning-parser-plugin all2all-backend cp-kv-cache-interleave-size
-cpu-distributed-timeout-seconds data-parallel-address data-parallel-backend data-parallel-rank
-data-parallel-rpc-port data-parallel-size data-parallel-size-local data-parallel-start-rank
-dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size
-decode-context-parallel-size device-ids distributed-executor-backend distributed-timeout-seconds
-eplb-config expert-placement-strategy master-addr master-port max-parallel-loading-workers nnodes
-node-rank pipeline-parallel-size prefill-context-parallel-size tensor-parallel-size ubatch-size
-worker-cls worker-extension-cls block-size gpu-memory-utilization kv-cache-dtype kv-cache-memory-bytes
-kv-offloading-backend kv-offloading-size mamba-block-size mamba-cache-dtype mamba-cache-mode
-mamba-ssm-cache-dtype num-gpu-blocks-override prefix-caching-hash-algo prefix-match-unit cpu-offload-gb
-offload-backend offload-group-size offload-num-in-group offload-prefetch-step limit-mm-per-prompt
-media-io-kwargs mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
-mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-tp-mode mm-ipc-gpu-memory-gb
-mm-processor-cache-gb mm-processor-cache-type mm-processor-kwargs mm-shm-cache-max-object-size-mb
-mm-tensor-ipc video-pruning-rate default-mm-loras lora-dtype max-cpu-loras max-lora-rank max-loras
-jit-monitor-mode kv-cache-metrics-sample otlp-traces-endpoint show-hidden-metrics-for-version
-long-prefill-token-threshold max-long-partial-prefills max-num-batched-tokens max-num-partial-prefills
-max-num-scheduled-tokens max-num-seqs prefill-schedule-interval scheduler-cls scheduling-policy
-stream-interval watermark max-cudagraph-capture-size ir-op-priority linear-backend moe-backend
-additional-config attention-config compilation-config diffusion-config ec-transfer-config kernel-config
-kv-events-config kv-transfer-config optimization-level performance-mode profiler-config reasoning-config
-spec-method spec-model spec-tokens speculative-config structured-outputs-config weight-transfer-config
-""".split()
-TAKES_VALUES = """
-api-key lora-modules allowed-media-domains logits-processors served-model-name ignore-patterns
-numa-bind-cpus numa-bind-nodes kv-cache-dtype-skip-layers cpu-offload-params offload-params
-lora-target-modules collect-detailed-traces cudagraph-capture-sizes
-""".split()
-SWITCHES = """
-enable-log-requests fail-on-environ-validation allow-credentials disable-fastapi-docs
-disable-uvicorn-access-log enable-auto-tool-choice enable-flash-late-interaction
-enable-force-include-usage enable-log-deltas enable-log-outputs enable-offline-docs
-enable-per-request-metrics enable-prompt-tokens-details enable-request-id-headers
-enable-server-load-tracking enable-ssl-refresh enable-tokenizer-info-endpoint
-exclude-tools-when-tool-choice-none log-error-stack return-tokens-as-token-ids tokens-only
-trust-request-chat-template allow-deprecated-quantization disable-cascade-attn disable-sliding-window
-enable-cumem-allocator enable-prompt-embeds enable-return-routed-experts enable-sleep-mode enforce-eager
-skip-tokenizer-init trust-remote-code use-fp64-gumbel use-tqdm-on-load
-enable-mamba-cache-stochastic-rounding data-parallel-external-lb data-parallel-hybrid-lb
-disable-custom-all-reduce disable-nccl-for-dp-synchronization enable-dbo enable-elastic-ep
-enable-ep-weight-filter enable-eplb enable-expert-parallel numa-bind ray-workers-use-nsight
-calculate-kv-scales enable-prefix-caching kv-sharing-fast-prefill enable-mm-embeds interleave-mm-strings
-language-model-only mm-encoder-only skip-mm-profiling enable-lora enable-mixed-moe-lora-format
-enable-moe-shared-loras enable-tower-connector-lora fully-sharded-loras specialize-active-lora
-cudagraph-metrics enable-layerwise-nvtx-tracing enable-logging-iteration-details enable-mfu-metrics
-jit-monitor-verbose kv-cache-metrics async-scheduling disable-chunked-mm-input
-disable-hybrid-kv-cache-manager enable-chunked-prefill scheduler-reserve-full-isl
-enable-bf16x3-router-gemm enable-flashinfer-autotune
-""".split()
-LONE_SWITCHES = """
-aggregate-engine-logging disable-log-stats grpc headless data-parallel-multi-port-external-lb
-""".split()
+
+def flags_of(kind: str) -> list[str]:
+    """Return the long flags of vllm_flags.txt that are followed by this."""
+    section = FLAGS.read_text(encoding="utf-8").split(f"[{kind}]\n")[1]
+    return section.split("[")[0].split()
+
+
+TAKES_A_VALUE, TAKES_VALUES = flags_of("a value"), flags_of("values")
+SWITCHES, LONE_SWITCHES = flags_of("nothing, with a --no- form"), flags_of("nothing")
 SHORT = {
     "-asc": "api-server-count", "-q": "quantization", "-dp": "data-parallel-size",
     "-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dcp": "decode-context-parallel-size",
