@@ -1068,7 +1068,9 @@ class FineSelector(selectors.EpollSelector):
 
 
 def listen(args: dict[str, Any]) -> socket.socket:
-    sock = socket.socket()
+    # asyncio switches Nagle's algorithm off only for sockets that say TCP; it would hold each answer's first
+    # event back for the client's delayed acknowledgement, 40 ms. vLLM's uvloop switches it off for all.
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((args["host"] or "127.0.0.1", args["port"] or 8000))
