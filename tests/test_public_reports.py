@@ -65,7 +65,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -151,19 +151,28 @@ def test_a_wait_for_a_slot_is_in_the_ttft(tmp_path: Path) -> None:
     assert second >= 6 * 0.03
 
 
+def dropped() -> int:
+    """Return how many connections the kernel has not let into a full queue."""
+    names, values = (
+        line.split() for line in Path("/proc/net/netstat").read_text().splitlines() if line.startswith("TcpExt:")
+    )
+    return int(dict(zip(names, values, strict=True))["ListenOverflows"])
+
+
 @contextmanager
 def slow_to_connect() -> Iterator[str]:
-    """Give the URL of a server whose first connection takes about a second to make.
+    """Give the URL of a server to which the first connection takes a second.
 
-    Its queue of connections is full for a moment, so that the kernel drops the client's first SYN; the next
-    one comes after a second.
+    Its queue of connections is full until the kernel has dropped the client's first SYN; the next one comes a
+    second later.
     """
     answer = event(1) + closing(1) + DONE
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(answer)
 
     def serve(one: socket.socket) -> None:
-        asked = b""
-        with one:
+        one.settimeout(10)
+        with one, suppress(OSError):
+            asked = b""
             while b'"stream_options"' not in asked:
                 if not (data := one.recv(65536)):
                     return
@@ -172,33 +181,28 @@ def slow_to_connect() -> Iterator[str]:
             one.recv(1)
 
     def accept() -> None:
-        time.sleep(0.3)
+        while dropped() == before and not over.is_set():
+            time.sleep(0.02)
         while not over.is_set():
             try:
                 one, _ = listener.accept()
             except TimeoutError:
                 continue
-            one.settimeout(5)
             threading.Thread(target=serve, args=(one,), daemon=True).start()
 
-    over = threading.Event()
+    over, before = threading.Event(), dropped()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         listener.settimeout(0.1)
-        fillers = [socket.socket() for _ in range(3)]
-        for filler in fillers:
-            filler.setblocking(False)
-            filler.connect_ex(listener.getsockname())
         accepting = threading.Thread(target=accept)
         accepting.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            with socket.create_connection(listener.getsockname(), timeout=10):
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             over.set()
-            accepting.join(5)
-            for filler in fillers:
-                filler.close()
+            accepting.join(10)
 
 
 def test_a_slow_connect_is_shown_apart() -> None:
