@@ -7,15 +7,19 @@ The scheduler is vLLM's: running requests first, then waiting ones, until `max_n
 placed; `long_prefill_token_threshold` caps one prompt's bite. A step lasts fixed + prefill tokens + decodes,
 on an absolute schedule, so budgets trade TTFT for ITL the way they do on a real server.
 
+With `first_token` the scheduler is left out and every token has its time, on an absolute schedule from the
+moment the request was read: token i is due at first_token + i * gap + the stalls up to i. A chunk goes out
+when its last token is due. What was written when is in the log, as the system's monotonic clock had it just
+before the bytes went to the socket; a client on the same machine can be held against it.
+
 The environment variable FAKE_VLLM, a JSON object, changes what it does; every key is a field of `Behaviour`.
 Nothing but the standard library is needed.
 """
-# Names say it; flags wrap better as text.
-# ruff: noqa: SIM905
 
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -33,74 +37,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VERSION = "0.26.0"
+FLAGS = Path(__file__).parent / "data" / "vllm_flags.txt"
 
-# What `vllm serve --help=all` of 0.26.0 lists.
-TAKES_A_VALUE = """
-api-server-count config gdn-prefill-backend shutdown-timeout allowed-headers allowed-methods
-allowed-origins chat-template chat-template-content-format data-parallel-supervisor-port
-default-chat-template-kwargs disable-access-log-for-endpoints dp-supervisor-probe-failure-threshold
-dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s fingerprint-mode fingerprint-value
-h11-max-header-count h11-max-incomplete-event-size host log-config-file max-log-len middleware port
-response-role root-path ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile tool-call-parser
-tool-parser-plugin tool-server uds uvicorn-log-level allowed-local-media-path code-revision
-config-format convert dtype generation-config hf-config-path hf-overrides hf-token io-processor-plugin
-logprobs-mode max-logprobs max-model-len model model-class-overrides model-impl override-attention-dtype
-override-generation-config pooler-config quantization quantization-config renderer-num-workers revision
-runner seed tokenizer tokenizer-mode tokenizer-revision download-dir load-format
-model-loader-extra-config pt-load-map-location safetensors-load-strategy safetensors-prefetch-block-size
-safetensors-prefetch-num-threads attention-backend mamba-backend mamba-cache-philox-rounds
-reasoning-parser reasoning-parser-plugin all2all-backend cp-kv-cache-interleave-size
-cpu-distributed-timeout-seconds data-parallel-address data-parallel-backend data-parallel-rank
-data-parallel-rpc-port data-parallel-size data-parallel-size-local data-parallel-start-rank
-dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size
-decode-context-parallel-size device-ids distributed-executor-backend distributed-timeout-seconds
-eplb-config expert-placement-strategy master-addr master-port max-parallel-loading-workers nnodes
-node-rank pipeline-parallel-size prefill-context-parallel-size tensor-parallel-size ubatch-size
-worker-cls worker-extension-cls block-size gpu-memory-utilization kv-cache-dtype kv-cache-memory-bytes
-kv-offloading-backend kv-offloading-size mamba-block-size mamba-cache-dtype mamba-cache-mode
-mamba-ssm-cache-dtype num-gpu-blocks-override prefix-caching-hash-algo prefix-match-unit cpu-offload-gb
-offload-backend offload-group-size offload-num-in-group offload-prefetch-step limit-mm-per-prompt
-media-io-kwargs mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
-mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-tp-mode mm-ipc-gpu-memory-gb
-mm-processor-cache-gb mm-processor-cache-type mm-processor-kwargs mm-shm-cache-max-object-size-mb
-mm-tensor-ipc video-pruning-rate default-mm-loras lora-dtype max-cpu-loras max-lora-rank max-loras
-jit-monitor-mode kv-cache-metrics-sample otlp-traces-endpoint show-hidden-metrics-for-version
-long-prefill-token-threshold max-long-partial-prefills max-num-batched-tokens max-num-partial-prefills
-max-num-scheduled-tokens max-num-seqs prefill-schedule-interval scheduler-cls scheduling-policy
-stream-interval watermark max-cudagraph-capture-size ir-op-priority linear-backend moe-backend
-additional-config attention-config compilation-config diffusion-config ec-transfer-config kernel-config
-kv-events-config kv-transfer-config optimization-level performance-mode profiler-config reasoning-config
-spec-method spec-model spec-tokens speculative-config structured-outputs-config weight-transfer-config
-""".split()
-TAKES_VALUES = """
-api-key lora-modules allowed-media-domains logits-processors served-model-name ignore-patterns
-numa-bind-cpus numa-bind-nodes kv-cache-dtype-skip-layers cpu-offload-params offload-params
-lora-target-modules collect-detailed-traces cudagraph-capture-sizes
-""".split()
-SWITCHES = """
-enable-log-requests fail-on-environ-validation allow-credentials disable-fastapi-docs
-disable-uvicorn-access-log enable-auto-tool-choice enable-flash-late-interaction
-enable-force-include-usage enable-log-deltas enable-log-outputs enable-offline-docs
-enable-per-request-metrics enable-prompt-tokens-details enable-request-id-headers
-enable-server-load-tracking enable-ssl-refresh enable-tokenizer-info-endpoint
-exclude-tools-when-tool-choice-none log-error-stack return-tokens-as-token-ids tokens-only
-trust-request-chat-template allow-deprecated-quantization disable-cascade-attn disable-sliding-window
-enable-cumem-allocator enable-prompt-embeds enable-return-routed-experts enable-sleep-mode enforce-eager
-skip-tokenizer-init trust-remote-code use-fp64-gumbel use-tqdm-on-load
-enable-mamba-cache-stochastic-rounding data-parallel-external-lb data-parallel-hybrid-lb
-disable-custom-all-reduce disable-nccl-for-dp-synchronization enable-dbo enable-elastic-ep
-enable-ep-weight-filter enable-eplb enable-expert-parallel numa-bind ray-workers-use-nsight
-calculate-kv-scales enable-prefix-caching kv-sharing-fast-prefill enable-mm-embeds interleave-mm-strings
-language-model-only mm-encoder-only skip-mm-profiling enable-lora enable-mixed-moe-lora-format
-enable-moe-shared-loras enable-tower-connector-lora fully-sharded-loras specialize-active-lora
-cudagraph-metrics enable-layerwise-nvtx-tracing enable-logging-iteration-details enable-mfu-metrics
-jit-monitor-verbose kv-cache-metrics async-scheduling disable-chunked-mm-input
-disable-hybrid-kv-cache-manager enable-chunked-prefill scheduler-reserve-full-isl
-enable-bf16x3-router-gemm enable-flashinfer-autotune
-""".split()
-LONE_SWITCHES = """
-aggregate-engine-logging disable-log-stats grpc headless data-parallel-multi-port-external-lb
-""".split()
+
+def flags_of(kind: str) -> list[str]:
+    """Return the long flags of vllm_flags.txt that are followed by this."""
+    section = FLAGS.read_text(encoding="utf-8").split(f"[{kind}]\n")[1]
+    return section.split("[")[0].split()
+
+
+TAKES_A_VALUE, TAKES_VALUES = flags_of("a value"), flags_of("values")
+SWITCHES, LONE_SWITCHES = flags_of("nothing, with a --no- form"), flags_of("nothing")
 SHORT = {
     "-asc": "api-server-count", "-q": "quantization", "-dp": "data-parallel-size",
     "-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dcp": "decode-context-parallel-size",
@@ -112,6 +59,17 @@ WHOLE = {"port", "max-num-seqs", "long-prefill-token-threshold", "stream-interva
          "num-gpu-blocks-override", "max-num-partial-prefills", "max-long-partial-prefills"}  # fmt: skip
 COUNTERS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens",
             "generation_tokens", "request_success")  # fmt: skip
+# Each with what vLLM says about it and its buckets.
+SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Histogram of time to first token in seconds.",
+     (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+      640, 2560)),
+    ("inter_token_latency_seconds", "Histogram of inter-token latency in seconds.",
+     (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)),
+    ("e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", SECONDS),
+    ("request_queue_time_seconds", "Histogram of time spent in WAITING phase for request.", SECONDS),
+)  # fmt: skip
 DEFAULT_BUDGET, DEFAULT_SEQS, DEFAULT_MODEL_LEN = 2048, 128, 4096
 
 START_FAILED = """\
@@ -150,7 +108,8 @@ REASONS = {
 class Behaviour:
     """What the server does beside serving; durations in seconds.
 
-    A fault of single requests is a number n (every n-th request) or an object with "every" and what it needs.
+    A fault of single requests is a number n (every n-th request) or an object with "every", or "only" (a list of
+    requests, counted from 1), and what it needs. Of a list of values the last one is for all that follow.
     """
 
     # Start and end
@@ -175,24 +134,36 @@ class Behaviour:
     freeze_at: float = -1.0  # after the first completion request
     freeze_for: float = 0.0
     barrier: int = 0  # no request is served before so many have arrived
+    # Times of tokens, instead of the scheduler's: a number, or a list of one for each request
+    first_token: Any = -1.0  # seconds after the request was read; negative: the scheduler decides
+    gap: Any = 0.0  # between later tokens
+    stalls: dict[str, float] = field(default_factory=dict)  # {"3": 0.5}: token 3, counted from 0, and all later ones
     # Stream
-    tokens_per_chunk: int = 1  # the first chunk too
+    tokens_per_chunk: Any = 1  # or a list of one for each chunk; the first chunk too
+    first_chunk_tokens: int = 0  # of the first chunk, where it is different
+    text: str = " a"  # of each token; with "" tokens come without text, like those a detokenizer holds back
+    reasoning: int = 0  # so many tokens of a chat answer are reasoning
+    reasoning_as: str = "reasoning"  # or "reasoning_content", or both, separated by a space
+    early_role: bool = False  # a chat's role chunk goes out at once and not with the first token
     merge_writes: int = 1  # events per write
     split_writes: int = 0  # bytes per write
     extras: bool = False  # comments and events without tokens in between
     crlf: bool = False
+    cr: bool = False
     no_usage: bool = False
     no_done: bool = False
+    never_stream: bool = False  # one JSON object, whatever was asked for
     prompt_drift: int = 0  # added to usage.prompt_tokens
     keep_alive: float = 5.0
-    connect_delay: float = 0.0
+    connect_delay: float = 0.0  # a new connection is not read from for so long (connecting itself is the kernel's)
+    metrics_lie: float = 0.0  # added to each TTFT in the server's own metrics
     # Faults of single requests
     http_status: Any = 0  # {"every": 3, "status": 503}
     in_band_error: Any = 0  # {"every": 3, "after": 2}: after so many chunks
     short_output: Any = 0  # {"every": 3, "tokens": 2}
     reset: Any = 0  # {"every": 3, "after": 2}
     early_close: Any = 0  # {"every": 3, "after": 2}
-    silence: Any = 0
+    silence: Any = 0  # {"every": 3, "after": 2}; without "after" there is no answer at all
     # Cost of a step
     step: float = 1e-3
     prefill_token: float = 5e-6
@@ -217,6 +188,25 @@ class Behaviour:
             if condition and holds(condition, args):
                 behaviour = replace(behaviour, fail_at_start=kind)
         return behaviour
+
+    def times(self, number: int, count: int) -> list[float] | None:
+        """Return when the tokens of a request are due, None when the scheduler decides."""
+        first, gap = in_turn(self.first_token, number - 1), in_turn(self.gap, number - 1)
+        if first < 0:
+            return None
+        stalled = itertools.accumulate(float(self.stalls.get(str(i), 0.0)) for i in range(count))
+        return [first + i * gap + stall for i, stall in enumerate(stalled)]
+
+    def chunk_size(self, chunk: int) -> int:
+        """Return how many tokens a chunk, counted from 0, waits for."""
+        if chunk == 0 and self.first_chunk_tokens:
+            return self.first_chunk_tokens
+        return max(int(in_turn(self.tokens_per_chunk, chunk)), 1)
+
+
+def in_turn(value: Any, index: int) -> Any:
+    """Return the value itself, or one of a list: the last for all that follow."""
+    return value[min(index, len(value) - 1)] if isinstance(value, list) else value
 
 
 def holds(condition: dict[str, Any], args: dict[str, Any]) -> bool:
@@ -373,10 +363,32 @@ class Running:
     computed: int = 0
     cached: int = 0
     made: int = 0
+    queued: float = 0.0
+    scheduled: float = 0.0
 
     @property
     def known(self) -> int:
         return len(self.prompt) + self.made
+
+
+class Script:
+    """Hands out the tokens of one request at known times, whatever else runs."""
+
+    def __init__(self, engine: "Engine", request: Running, times: Sequence[float]) -> None:
+        self.engine, self.request, self.times = engine, request, times
+        self.wait()
+
+    def wait(self) -> None:
+        due = max(self.times[self.request.made], self.engine.frozen_until)
+        self.timer = self.engine.loop.call_at(due, self.token)
+
+    def token(self) -> None:
+        if self.engine.frozen_until > self.engine.loop.time():
+            self.wait()
+            return
+        self.engine.hand_out(self.request)
+        if self.request in self.engine.scripts:
+            self.wait()
 
 
 class Engine:
@@ -386,6 +398,7 @@ class Engine:
         self.args, self.behaviour, self.loop = args, behaviour, loop
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
+        self.scripts: dict[Running, Script] = {}
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.block = args["block_size"] or 16
         self.caching = args["enable_prefix_caching"] is not False
@@ -395,6 +408,13 @@ class Engine:
 
     def submit(self, prompt: Sequence[int], max_tokens: int, stream: "Stream") -> Running:
         request = Running(prompt, max_tokens, stream, self.hash_blocks(prompt) if self.caching else [])
+        request.queued = self.loop.time()
+        if (times := self.behaviour.times(stream.number, max_tokens)) is not None:
+            request.scheduled = request.queued
+            self.look_up(request)
+            began = request.queued if self.behaviour.barrier else stream.arrived
+            self.scripts[request] = Script(self, request, [began + time for time in times])
+            return request
         self.waiting.append(request)
         if self.step_end is None:
             self.step_end = self.loop.time()
@@ -409,7 +429,9 @@ class Engine:
         return hashes
 
     def abort(self, request: Running) -> None:
-        if request in self.running:
+        if request in self.scripts:
+            self.scripts.pop(request).timer.cancel()
+        elif request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -451,6 +473,7 @@ class Engine:
                 break
             self.waiting.popleft()
             self.running.append(request)
+            request.scheduled = request.scheduled or self.loop.time()
             plan.append((request, min(need, budget)))
             budget -= min(need, budget)
         return plan
@@ -497,19 +520,21 @@ class Engine:
             if request not in self.running:
                 continue
             request.computed += tokens
-            if request.computed < request.known:
-                continue
-            if not request.made:
-                self.counters["prompt_tokens"] += len(request.prompt)
-                self.remember(request)
-            request.made += 1
-            self.counters["generation_tokens"] += 1
-            done = request.made >= request.max_tokens
-            if done:
-                self.running.remove(request)
-                self.counters["request_success"] += 1
-            request.stream.token(done=done)
+            if request.computed >= request.known:
+                self.hand_out(request)
         self.begin()
+
+    def hand_out(self, request: Running) -> None:
+        if not request.made:
+            self.counters["prompt_tokens"] += len(request.prompt)
+            self.remember(request)
+        request.made += 1
+        self.counters["generation_tokens"] += 1
+        done = request.made >= request.max_tokens
+        if done:
+            self.abort(request)
+            self.counters["request_success"] += 1
+        request.stream.token(done=done)
 
     def remember(self, request: Running) -> None:
         for block in request.hashes:
@@ -522,49 +547,114 @@ class Engine:
 # --- HTTP -------------------------------------------------------------------------------------------------
 
 
-class Stream:
-    """The answer to one completion request."""
+class Completions:
+    """What /v1/completions is asked and how it answers."""
 
-    def __init__(self, connection: "Connection", number: int, body: dict[str, Any]) -> None:
-        self.connection, self.number, self.body = connection, number, body
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+
+    def prompt(self, body: dict[str, Any]) -> Sequence[int]:
+        prompt = body.get("prompt")
+        return prompt if isinstance(prompt, list) else list(str(prompt).encode())
+
+    def max_tokens(self, body: dict[str, Any]) -> int:
+        return body.get("max_tokens") or 16
+
+    def delta(self, first: int, tokens: int, finish_reason: str | None) -> dict[str, Any]:
+        """Return a choice with so many tokens from the first on."""
+        return {"index": 0, "text": self.behaviour.text * tokens, "logprobs": None, "finish_reason": finish_reason,
+                "stop_reason": None, "prompt_token_ids": None, "token_ids": None}  # fmt: skip
+
+    def message(self, tokens: int) -> dict[str, Any]:
+        """Return the choice of an answer that is not streamed."""
+        return self.delta(0, tokens, "length")
+
+
+class Chat(Completions):
+    """What /v1/chat/completions is asked and how it answers: a role first, reasoning apart from content."""
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def prompt(self, body: dict[str, Any]) -> Sequence[int]:
+        contents = [message.get("content") or "" for message in body.get("messages") or []]
+        parts = [part for said in contents for part in ([{"text": said}] if isinstance(said, str) else said)]
+        return list("".join(part.get("text", "") for part in parts).encode())
+
+    def max_tokens(self, body: dict[str, Any]) -> int:
+        return body.get("max_completion_tokens") or super().max_tokens(body)
+
+    def role(self) -> dict[str, Any]:
+        return self.choice(None, delta={"role": "assistant", "content": ""})
+
+    def delta(self, first: int, tokens: int, finish_reason: str | None) -> dict[str, Any]:
+        return self.choice(finish_reason, delta=self.said(first, tokens))
+
+    def message(self, tokens: int) -> dict[str, Any]:
+        return self.choice("length", message={"role": "assistant", "content": None, **self.said(0, tokens)})
+
+    def choice(self, finish_reason: str | None, **said: Any) -> dict[str, Any]:
+        return {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason, "token_ids": None}
+
+    def said(self, first: int, tokens: int) -> dict[str, str]:
+        text = self.behaviour.text
+        thoughts = min(max(self.behaviour.reasoning - first, 0), tokens)
+        channels = dict.fromkeys(self.behaviour.reasoning_as.split(), text * thoughts) if thoughts else {}
+        return channels | ({"content": text * (tokens - thoughts)} if tokens > thoughts or not tokens else {})
+
+
+class Stream:
+    """The answer to one request, streamed or not."""
+
+    def __init__(self, connection: "Connection", number: int, body: dict[str, Any], api: Completions) -> None:
+        self.connection, self.number, self.body, self.api = connection, number, body, api
         self.server = connection.server
         self.behaviour = self.server.behaviour
-        self.arrived = time.monotonic()
+        self.arrived = connection.arrived
         self.prompt: Sequence[int] = ()
         self.request: Running | None = None
-        self.id = f"cmpl-{hashlib.blake2b(str(number).encode(), digest_size=16).hexdigest()}"
+        self.id = f"{api.prefix}-{hashlib.blake2b(str(number).encode(), digest_size=16).hexdigest()}"
         self.made = self.sent = self.chunks = 0
+        self.first = self.last = 0.0  # when the first and the latest tokens were ready
         self.writes: list[tuple[float, int]] = []
-        self.held: list[bytes] = []
+        self.held: list[tuple[bytes, int]] = []
         self.outcome = "open"
-        options = body.get("stream_options") or {}
-        self.per_chunk = bool(options.get("continuous_usage_stats")) and not self.behaviour.no_usage
-        self.final_usage = bool(options.get("include_usage"))
+        self.is_streamed = bool(body.get("stream")) and not self.behaviour.never_stream
+        options, forced = body.get("stream_options") or {}, bool(self.server.args["enable_force_include_usage"])
+        self.final_usage = forced or bool(options.get("include_usage"))
+        continuous = forced or (self.final_usage and bool(options.get("continuous_usage_stats")))
+        self.per_chunk = continuous and not self.behaviour.no_usage
 
     def fault(self, name: str) -> dict[str, Any] | None:
         """Return the details of a fault when this request is to suffer it."""
         given = getattr(self.behaviour, name)
         details: dict[str, Any] = given if isinstance(given, dict) else {"every": given}
         every = details.get("every") or 0
-        return details if every and self.number % every == 0 else None
+        hit = self.number in details.get("only", ()) or (every and self.number % every == 0)
+        return details if hit else None
 
     def start(self) -> None:
-        prompt = self.body.get("prompt")
-        self.prompt = prompt if isinstance(prompt, list) else list(str(prompt).encode())
-        max_tokens = self.body.get("max_tokens") or 16
+        self.prompt = self.api.prompt(self.body)
+        max_tokens = self.api.max_tokens(self.body)
         problem = self.problem(len(self.prompt), max_tokens)
         if problem:
-            self.finish("refused")
             status, message, kind = problem
-            error = {"message": message, "type": kind, "param": None, "code": status}
-            self.connection.answer(status, {"error": error})
-        elif self.fault("silence"):
+            self.refuse("refused", status, message, kind)
+        elif (silence := self.fault("silence")) is not None and not silence.get("after"):
             self.outcome = "silence"
         else:
             if (short := self.fault("short_output")) is not None:
                 max_tokens = min(max_tokens, short.get("tokens", max(1, max_tokens // 2)))
             self.max_tokens = max_tokens
+            if self.behaviour.early_role and self.is_streamed:
+                self.open()
             self.server.admit(self)
+
+    def refuse(self, outcome: str, status: int, message: str, kind: str) -> None:
+        self.finish(outcome)
+        error = {"message": message, "type": kind, "param": None, "code": status}
+        self.connection.answer(status, {"error": error})
 
     def problem(self, prompt_len: int, max_tokens: int) -> tuple[int, str, str] | None:
         if (fault := self.fault("http_status")) is not None:
@@ -588,79 +678,128 @@ class Stream:
     def token(self, *, done: bool) -> None:
         """One token is ready; write a chunk when it is time for one."""
         self.made += 1
-        if not self.body.get("stream"):
+        if not self.is_streamed:
+            self.note_ready()
             if done:
-                self.answer_at_once()
+                self.answer_whole()
             return
-        size = max(self.behaviour.tokens_per_chunk, 1)
-        interval = self.server.args["stream_interval"] or 1
+        size, interval = self.behaviour.chunk_size(self.chunks), self.server.args["stream_interval"] or 1
         waiting = self.made - self.sent
-        if not done and waiting < size and not (size == 1 and self.sent == 0):
+        if done or (waiting >= size and (not self.sent or waiting >= interval)):
+            self.chunk(waiting, done=done)
+
+    def note_ready(self) -> None:
+        """Keep the server's own metrics: what is ready now, however it is written then."""
+        now = time.monotonic()
+        if self.first:
+            self.server.histograms["inter_token_latency_seconds"].observe(now - self.last)
+        else:
+            self.first = now
+            ttft = now - self.arrived + self.behaviour.metrics_lie
+            self.server.histograms["time_to_first_token_seconds"].observe(ttft)
+        self.last = now
+
+    def open(self) -> None:
+        """Begin the answer; a chat begins with a role."""
+        if self.connection.streaming:
             return
-        if not done and self.sent and waiting < interval:
-            return
-        self.chunk(waiting, done=done)
+        self.connection.begin_stream()
+        if isinstance(self.api, Chat):
+            self.write(self.event(self.payload(self.api.role(), 0)))
+            if self.behaviour.early_role:
+                self.flush()
 
     def chunk(self, tokens: int, *, done: bool) -> None:
-        if not self.connection.streaming:
-            self.connection.begin_stream()
-        for name in ("reset", "early_close", "in_band_error"):
+        for name in ("reset", "early_close", "in_band_error", "silence"):
             details = self.fault(name)
             if details is not None and self.chunks >= details.get("after", 1):
+                self.open()
                 self.break_off(name)
                 return
-        self.sent, self.chunks = self.made, self.chunks + 1
+        self.open()
         if self.behaviour.extras:
-            self.write(b": keep-alive" + self.newline * 2)
-            if self.chunks == 1:
-                self.write(self.event(self.payload("", None, 0)))
-        self.write(self.event(self.payload(" a" * tokens, "length" if done else None, self.made)), tokens)
+            self.write_extras()
+        choice = self.api.delta(self.sent, tokens, "length" if done else None)
+        self.sent, self.chunks = self.made, self.chunks + 1
+        self.note_ready()
+        self.write(self.event(self.payload(choice, self.made)), tokens)
         if done:
             self.complete()
 
+    def write_extras(self) -> None:
+        """Send what brings no tokens: a comment, events without data, choices or text."""
+        self.write(b": keep-alive" + self.newline * 2 + b"event: ping" + self.newline * 3)
+        self.write(self.event(self.payload(None, self.sent)))
+        if not self.chunks:
+            self.write(self.event(self.payload(self.api.delta(0, 0, None), 0)))
+
     @property
     def newline(self) -> bytes:
-        return b"\r\n" if self.behaviour.crlf else b"\n"
+        return b"\r\n" if self.behaviour.crlf else b"\r" if self.behaviour.cr else b"\n"
 
     def event(self, payload: object) -> bytes:
-        text = payload if isinstance(payload, str) else json.dumps(payload, separators=(",", ":"))
+        text = payload if isinstance(payload, str) else json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
         return b"data: " + text.encode() + self.newline * 2
 
-    def payload(self, text: str, finish_reason: str | None, made: int) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason,
-                  "stop_reason": None, "prompt_token_ids": None, "token_ids": None}  # fmt: skip
-        payload = {"id": self.id, "object": "text_completion", "created": int(time.time()),
-                   "model": self.server.names[0], "choices": [choice]}  # fmt: skip
+    def payload(self, choice: dict[str, Any] | None, made: int) -> dict[str, Any]:
+        payload = {"id": self.id, "object": self.api.part, "created": int(time.time()),
+                   "model": self.server.names[0], "choices": [choice] if choice else []}  # fmt: skip
         return {**payload, "usage": self.usage(made)} if self.per_chunk else payload
 
-    def usage(self, made: int) -> dict[str, int]:
+    def usage(self, made: int) -> dict[str, Any]:
         prompt_len = len(self.prompt) + self.behaviour.prompt_drift
         return {"prompt_tokens": prompt_len, "total_tokens": prompt_len + made, "completion_tokens": made}
 
+    def closing(self) -> dict[str, Any]:
+        """Return what stands in the last event, or beside an answer that is not streamed."""
+        closing: dict[str, Any] = {"usage": self.usage(self.made), "system_fingerprint": "vllm-0.26.0-fake"}
+        if self.server.args["enable_prompt_tokens_details"] and self.request is not None:
+            closing["usage"]["prompt_tokens_details"] = {"cached_tokens": self.request.cached}
+        if self.server.args["enable_per_request_metrics"]:
+            closing["metrics"] = self.timing()
+        return closing
+
+    def timing(self) -> dict[str, float]:
+        """Return vLLM's PerRequestTimingMetrics; what has no value is left out, as in its JSON."""
+        assert self.request is not None
+        queued, scheduled = self.request.queued, self.request.scheduled
+        seconds = {"time_to_first_token_ms": self.first - scheduled + self.behaviour.metrics_lie,
+                   "generation_time_ms": self.last - self.first, "queue_time_ms": scheduled - queued}  # fmt: skip
+        if self.made > 1:
+            seconds["mean_itl_ms"] = (self.last - self.first) / (self.made - 1)
+        timing = {name: 1000 * value for name, value in seconds.items()}
+        return timing | ({"tokens_per_second": self.made / (self.last - scheduled)} if self.last > scheduled else {})
+
     def complete(self) -> None:
         if self.final_usage:
-            payload = self.payload("", None, self.made)
-            closing = {
-                "choices": [],
-                "usage": self.usage(self.made),
-                "system_fingerprint": "vllm-0.26.0-fake",
-            }
-            self.write(self.event(payload | closing))
+            self.write(self.event(self.payload(None, self.made) | self.closing()))
         if not self.behaviour.no_done:
             self.write(self.event("[DONE]"))
         self.flush()
         self.finish("completed")
         self.connection.end_stream()
 
-    def answer_at_once(self) -> None:
+    def answer_whole(self) -> None:
+        for name in ("reset", "early_close"):
+            if self.fault(name) is not None:
+                self.break_off(name)
+                return
+        if self.fault("in_band_error") is not None:
+            self.refuse("in_band_error", 500, "EngineCore encountered an issue.", "InternalServerError")
+            return
+        self.writes.append((time.monotonic(), self.made))
         self.finish("completed")
-        payload = self.payload(" a" * self.made, "length", self.made)
-        self.connection.answer(200, {**payload, "usage": self.usage(self.made)})
+        answer = {"id": self.id, "object": self.api.whole, "created": int(time.time()),
+                  "model": self.server.names[0], "choices": [self.api.message(self.made)]}  # fmt: skip
+        self.connection.answer(200, answer | self.closing())
 
     def break_off(self, how: str) -> None:
         if self.request is not None:
             self.server.engine.abort(self.request)
-        if how == "in_band_error":
+        self.flush()
+        if how == "silence":
+            self.outcome = how
+        elif how == "in_band_error":
             error = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError",
                                "param": None, "code": 500}}  # fmt: skip
             self.write(self.event(error))
@@ -668,26 +807,25 @@ class Stream:
             self.flush()
             self.finish(how)
             self.connection.end_stream()
-            return
-        self.flush()
-        self.finish(how)
-        if how == "reset":
+        elif how == "reset":
+            self.finish(how)
             self.connection.reset()
         else:
+            self.finish(how)
             self.connection.transport.close()
 
     def write(self, data: bytes, tokens: int = 0) -> None:
         """Send an event, or keep it until `merge_writes` of them are together."""
-        if tokens:
-            self.writes.append((time.monotonic(), tokens))
-        self.held.append(data)
+        self.held.append((data, tokens))
         if len(self.held) >= self.behaviour.merge_writes:
             self.flush()
 
     def flush(self) -> None:
-        data, self.held = b"".join(self.held), []
-        if data:
-            self.connection.write_part(data)
+        held, self.held = self.held, []
+        if held:
+            now = time.monotonic()
+            self.writes += [(now, tokens) for _, tokens in held if tokens]
+            self.connection.write_part(b"".join(data for data, _ in held))
 
     def finish(self, outcome: str) -> None:
         self.outcome = outcome
@@ -700,6 +838,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: "Server") -> None:
         self.server, self.loop = server, server.loop
         self.buffer, self.streaming, self.busy = b"", False, False
+        self.is_open, self.arrived = False, 0.0
         self.stream: Stream | None = None
         self.idle: asyncio.TimerHandle | None = None
 
@@ -708,6 +847,10 @@ class Connection(asyncio.Protocol):
         self.transport = transport
         self.server.connections.add(self)
         self.rest()
+        if delay := self.server.behaviour.connect_delay:
+            self.loop.call_later(delay, self.open)
+        else:
+            self.is_open = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
@@ -717,6 +860,11 @@ class Connection(asyncio.Protocol):
             if self.stream.request is not None:
                 self.server.engine.abort(self.stream.request)
             self.stream.finish("client_left")
+
+    def open(self) -> None:
+        """Read what has come since the connection was made."""
+        self.is_open = True
+        self.data_received(b"")
 
     def rest(self) -> None:
         """Idle from now on: close after the keep-alive time."""
@@ -729,14 +877,14 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.buffer += data
         head, found, rest = self.buffer.partition(b"\r\n\r\n")
-        if self.busy or not found:
+        if self.busy or not self.is_open or not found:
             return
         length = re.search(rb"content-length:\s*(\d+)", head.lower())
         size = int(length[1]) if length else 0
         if len(rest) < size:
             return
         self.buffer = rest[size:]
-        self.busy = True
+        self.busy, self.arrived = True, time.monotonic()
         if self.idle is not None:
             self.idle.cancel()
         method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
@@ -758,7 +906,9 @@ class Connection(asyncio.Protocol):
         elif path == "/v1/models":
             self.answer(200, server.models())
         elif method == "POST" and path == "/v1/completions":
-            server.complete(self, body)
+            server.complete(self, body, Completions(server.behaviour))
+        elif method == "POST" and path == "/v1/chat/completions":
+            server.complete(self, body, Chat(server.behaviour))
         else:
             self.answer(404, {"detail": "Not Found"})
 
@@ -798,6 +948,28 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
 
+class Histogram:
+    """One of vLLM's histograms, in Prometheus' text form."""
+
+    def __init__(self, name: str, about: str, edges: Sequence[float]) -> None:
+        self.name, self.about, self.edges = name, about, (*edges, float("inf"))
+        self.buckets, self.sum, self.count = [0] * len(self.edges), 0.0, 0
+
+    def observe(self, value: float) -> None:
+        self.sum, self.count = self.sum + value, self.count + 1
+        for i, edge in enumerate(self.edges):
+            self.buckets[i] += value <= edge
+
+    def lines(self, labels: str) -> Iterator[str]:
+        yield f"# HELP vllm:{self.name} {self.about}\n# TYPE vllm:{self.name} histogram"
+        for edge, count in zip(self.edges, self.buckets, strict=True):
+            le = "+Inf" if edge == float("inf") else str(float(edge))
+            inside = labels.removesuffix("}")
+            yield f'vllm:{self.name}_bucket{inside},le="{le}"}} {float(count)}'
+        yield f"vllm:{self.name}_count{labels} {float(self.count)}"
+        yield f"vllm:{self.name}_sum{labels} {self.sum}"
+
+
 class Server:
     """What the connections share."""
 
@@ -810,9 +982,10 @@ class Server:
         self.is_ready = False
         self.received = 0
         self.behind_barrier: list[Stream] = []
+        self.histograms = {name: Histogram(name, *rest) for name, *rest in HISTOGRAMS}
         self.log = Path(behaviour.log).open("a") if behaviour.log else None  # noqa: SIM115 (open as long as it serves)
 
-    def complete(self, connection: Connection, body: bytes) -> None:
+    def complete(self, connection: Connection, body: bytes, api: Completions) -> None:
         self.received += 1
         if self.received == 1 and self.behaviour.freeze_at >= 0:
             self.engine.frozen_until = 0.0
@@ -821,7 +994,7 @@ class Server:
             if limit and self.received >= limit:
                 say_lines(ENGINE_DIED, REASONS[kind])
                 os._exit(1)
-        connection.stream = Stream(connection, self.received, json.loads(body))
+        connection.stream = Stream(connection, self.received, json.loads(body), api)
         connection.stream.start()
 
     def freeze(self) -> None:
@@ -836,6 +1009,9 @@ class Server:
             one.request = self.engine.submit(one.prompt, one.max_tokens, one)
 
     def finished(self, stream: Stream) -> None:
+        if stream.outcome == "completed" and (request := stream.request) is not None:
+            self.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - stream.arrived)
+            self.histograms["request_queue_time_seconds"].observe(request.scheduled - request.queued)
         if self.log is None:
             return
         entry: dict[str, Any] = {
@@ -860,7 +1036,7 @@ class Server:
         engine = self.engine
         labels = f'{{engine="0",model_name="{self.names[0]}"}}'
         gauges = {
-            "num_requests_running": len(engine.running),
+            "num_requests_running": len(engine.running) + len(engine.scripts),
             "num_requests_waiting": len(engine.waiting),
             "kv_cache_usage_perc": engine.held() / self.behaviour.kv_tokens,
         }
@@ -872,6 +1048,8 @@ class Server:
             extra = labels.replace("}", ',finished_reason="length"}') if name == "request_success" else labels
             lines.append(f"# HELP vllm:{name}_total A counter.\n# TYPE vllm:{name}_total counter")
             lines.append(f"vllm:{name}_total{extra} {float(count)}\nvllm:{name}_created{extra} 1.7e+09")
+        for histogram in self.histograms.values():
+            lines += histogram.lines(labels)
         blocks = self.behaviour.kv_tokens // engine.block
         lines.append(f'vllm:cache_config_info{{block_size="{engine.block}",num_gpu_blocks="{blocks}"}} 1.0')
         return "\n".join(lines) + "\n"
@@ -890,7 +1068,9 @@ class FineSelector(selectors.EpollSelector):
 
 
 def listen(args: dict[str, Any]) -> socket.socket:
-    sock = socket.socket()
+    # asyncio switches Nagle's algorithm off only for sockets that say TCP; it would hold each answer's first
+    # event back for the client's delayed acknowledgement, 40 ms. vLLM's uvloop switches it off for all.
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((args["host"] or "127.0.0.1", args["port"] or 8000))

@@ -18,10 +18,14 @@ from typing import Any
 import numpy as np
 
 from tuner.metrics import Records
+from tuner.replay import run
+from tuner.replay.stream import Completion
+from tuner.seams import Replay
 from tuner.workload import Request, Workload
 
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
 VOCAB_SIZE = 1024
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
@@ -37,6 +41,16 @@ class Row:
     output_len: int | None = None
     usage: bool = True
     connect_wait: float = 0.0
+
+
+def steady(n: int = 11, *, gap: float = 0.01, first: float = 0.5, due: float = 0.0, **more: object) -> Row:
+    """Return a request with its first token half a second after it was due, and gaps of 10 ms."""
+    return Row([due + first + gap * i for i in range(n)], due=due, **more)  # type: ignore[arg-type]
+
+
+def failed(output_len: int = 11, **more: object) -> Row:
+    """Return a request that was answered 500."""
+    return Row(error="http_500", output_len=output_len, **more)  # type: ignore[arg-type]
 
 
 def records(*rows: Row) -> Records:
@@ -77,6 +91,28 @@ def workload(*rows: Request, history: Sequence[Request] = ()) -> Workload:
 def evenly(count: int, gap: float, *, input_len: int = 40, output_len: int = 5) -> Workload:
     """Return rows of one shape, `gap` seconds apart."""
     return workload(*(Request(i * gap, input_len, output_len) for i in range(count)))
+
+
+def event(made: int | None, text: str = " a", *, newline: str = "\n") -> bytes:
+    """Return a completion event after which the server has made so many tokens; None: it does not say."""
+    payload: dict[str, object] = {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
+    if made is not None:
+        payload["usage"] = {"prompt_tokens": 7, "total_tokens": 7 + made, "completion_tokens": made}
+    return f"data: {json.dumps(payload, ensure_ascii=False)}{newline * 2}".encode()
+
+
+def closing(made: int, *, newline: str = "\n") -> bytes:
+    """Return the event after the last token, with usage and without choices."""
+    usage = {"prompt_tokens": 7, "total_tokens": 7 + made, "completion_tokens": made}
+    return f'data: {{"choices": [], "usage": {json.dumps(usage)}}}{newline * 2}'.encode()
+
+
+def read(*parts: bytes) -> Completion:
+    """Return a completion that read these parts at 0, 1, 2, ..."""
+    completion = Completion()
+    for now, part in enumerate(parts):
+        completion.feed(part, float(now))
+    return completion
 
 
 @dataclass(frozen=True)
@@ -127,3 +163,16 @@ def wait_for(url: str, process: subprocess.Popen[bytes], timeout: float = 20) ->
         except (urllib.error.URLError, OSError):
             time.sleep(0.02)
     raise AssertionError(f"no answer from {url}")
+
+
+def play(server: FakeServer | str, what: Workload, *, salt: str = "a", **more: Any) -> Replay:
+    """Replay a workload against a fake server, or against a URL without metrics."""
+    url = server if isinstance(server, str) else server.url
+    urls = [] if isinstance(server, str) else [f"{url}/metrics"]
+    more = {"drain_timeout": 10.0, **more}
+    return run.replay(url, "m", what, salt=salt, vocab_size=VOCAB_SIZE, metrics_urls=urls, **more)
+
+
+def errors(replay: Replay) -> list[str]:
+    """Return what became of each request."""
+    return [str(error) for error in replay.records.error]

@@ -9,33 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_data import VOCAB_SIZE, FakeServer, evenly, free_port, serving, workload
+from replay_data import VOCAB_SIZE, errors, evenly, free_port, play, serving, workload
 
 from tuner import metrics
 from tuner.errors import FailureKind, InvalidReplay, ServerDied
 from tuner.replay import run
 from tuner.replay.client import allow_open_files
 from tuner.replay.gate import judge
-from tuner.seams import Replay
 from tuner.workload import Request, Workload
-
-
-def play(server: FakeServer | str, what: Workload, *, salt: str = "a", **more: Any) -> Replay:
-    url = server if isinstance(server, str) else server.url
-    urls = [] if isinstance(server, str) else [f"{url}/metrics"]
-    more = {"drain_timeout": 10.0, **more}
-    return run.replay(url, "m", what, salt=salt, vocab_size=VOCAB_SIZE, metrics_urls=urls, **more)
-
-
-def errors(replay: Replay) -> list[str]:
-    return [str(error) for error in replay.records.error]
-
 
 # --- What a replay sees -----------------------------------------------------------------------------------
 
 
 def test_a_replay_sends_every_row_and_notes_every_token(tmp_path: Path) -> None:
-    """Lengths as asked, one stamp a token, within a few ms of what the server says it wrote (report 28)."""
+    """Lengths as asked, one stamp a token, within a few ms of what the server says it wrote."""
     with serving(tmp_path) as server:
         replay = play(server, evenly(30, 0.02))
         log = server.log()
@@ -90,37 +77,6 @@ def test_shared_blocks_hit_and_a_warmed_history_hits_more(tmp_path: Path) -> Non
     assert cached[5:] == [128] * 4
 
 
-def test_a_merged_stream_is_counted_by_tokens(tmp_path: Path) -> None:
-    """Four tokens a chunk: the server's count says so, and the reader is told (reports 2, 17)."""
-    with serving(tmp_path, {"tokens_per_chunk": 4, "step": 0.005}) as server:
-        replay = play(server, evenly(5, 0.02, output_len=12))
-
-    values = metrics.summarise(replay.records, window=replay.window)
-    assert values["tokens_per_chunk_mean"] == 4
-    assert values["itl_p50"] == pytest.approx(values["icl_p50"] / 4)
-    assert any("chunks carry 4.00 tokens" in note for note in judge(replay))
-
-
-def test_events_of_one_read_are_flagged(tmp_path: Path) -> None:
-    """Ten events in one write have one stamp: gaps of zero, which the reader is told of (report 27)."""
-    with serving(tmp_path, {"merge_writes": 10}) as server:
-        replay = play(server, evenly(5, 0.02, output_len=30))
-
-    values = metrics.summarise(replay.records, window=replay.window)
-    assert values["itl_p50"] == 0
-    assert any("arrived in one read" in note for note in judge(replay))
-
-
-@pytest.mark.parametrize("behaviour", [{"split_writes": 7}, {"extras": True, "crlf": True}])
-def test_other_framing_gives_the_same_tokens(tmp_path: Path, behaviour: dict[str, Any]) -> None:
-    """Writes of 7 bytes, comments, empty chunks, CRLF: the same tokens (report 21)."""
-    with serving(tmp_path, behaviour) as server:
-        replay = play(server, evenly(5, 0.02))
-
-    assert errors(replay) == [""] * 5
-    assert replay.records.chunk_tokens.tolist() == [1.0] * 25
-
-
 def test_a_silent_server_leaves_lengths_unchecked(tmp_path: Path) -> None:
     """Without usage per chunk the totals come from the last event, and chunks that match it are tokens."""
     with serving(tmp_path, {"no_usage": True}) as server:
@@ -128,45 +84,6 @@ def test_a_silent_server_leaves_lengths_unchecked(tmp_path: Path) -> None:
 
     assert replay.records.completion_tokens.tolist() == [5.0] * 3
     assert "itl_p50" in metrics.summarise(replay.records, window=replay.window)
-
-
-# --- Open loop --------------------------------------------------------------------------------------------
-
-
-def test_three_hundred_requests_are_open_at_once(tmp_path: Path) -> None:
-    """A server that answers only when all 300 have arrived is answered by all 300 (report 12)."""
-    with serving(tmp_path, {"barrier": 300, "time_scale": 0.1}, "--max-num-seqs", "512") as server:
-        replay = play(server, evenly(300, 0.0, input_len=16, output_len=2), drain_timeout=30.0)
-
-    assert set(errors(replay)) == {""}
-
-
-def test_a_burst_goes_out_together(tmp_path: Path) -> None:
-    """50 rows of one stamp are sent within 20 ms (report 13); the best of three on a busy machine."""
-    with serving(tmp_path) as server:
-        spreads = [np.ptp(play(server, evenly(50, 0.0), salt=str(i)).records.sent) for i in range(3)]
-
-    assert min(spreads) < 0.020
-
-
-def test_a_frozen_server_does_not_stop_the_sends(tmp_path: Path) -> None:
-    """Sends go on while the server hangs, and the TTFT from the schedule shows it (report 15)."""
-    with serving(tmp_path, {"freeze_at": 0.1, "freeze_for": 0.6}) as server:
-        replay = play(server, evenly(20, 0.03))
-
-    lag = replay.records.sent - replay.records.due
-    ttft = metrics.per_request(replay.records, "ttft")
-    assert np.median(lag) < 0.05
-    assert ttft.max() > 0.4
-    assert (ttft > 0.1).sum() >= 8
-
-
-def test_connections_that_the_server_closes_are_not_reused(tmp_path: Path) -> None:
-    """Idle connections closed after 0.2 s, gaps of 0.3 s: no failure (report 31)."""
-    with serving(tmp_path, {"keep_alive": 0.2}) as server:
-        replay = play(server, evenly(4, 0.3))
-
-    assert errors(replay) == [""] * 4
 
 
 # --- Failures ---------------------------------------------------------------------------------------------
@@ -184,7 +101,7 @@ def test_connections_that_the_server_closes_are_not_reused(tmp_path: Path) -> No
     ],
 )
 def test_every_third_request_fails_in_its_own_way(tmp_path: Path, behaviour: dict[str, Any], error: str) -> None:
-    """Kinds are told apart, the others complete, and attainment pays (reports 7, 8, 22)."""
+    """Kinds are told apart, the others complete, and attainment pays."""
     with serving(tmp_path, behaviour) as server:
         replay = play(server, evenly(9, 0.05), drain_timeout=1.0)
 
@@ -284,32 +201,6 @@ def test_other_prompt_lengths_are_no_measurement(tmp_path: Path) -> None:
     with pytest.raises(InvalidReplay, match=r"2 of 2 .* another prompt length .* 43 tokens, not 40") as caught:
         judge(replay)
     assert caught.value.kind is FailureKind.LENGTHS_OFF
-
-
-def test_short_outputs_are_no_measurement(tmp_path: Path) -> None:
-    """A clean end after 2 of 5 tokens says nothing about latency (reports 7, 22)."""
-    with serving(tmp_path, {"short_output": {"every": 2, "tokens": 2}}) as server:
-        replay = play(server, evenly(4, 0.05))
-
-    with pytest.raises(InvalidReplay, match=r"another output length .* request 1 has 2 tokens, not 5") as caught:
-        judge(replay)
-    assert caught.value.kind is FailureKind.LENGTHS_OFF
-
-
-def test_a_busy_client_is_found_out(tmp_path: Path) -> None:
-    """Half a second of work on the client's loop trips the gate (report 20)."""
-    busy = iter([0.0, 0.5])
-
-    def check_alive() -> None:
-        time.sleep(next(busy, 0.0))
-
-    with serving(tmp_path) as server:
-        replay = play(server, evenly(10, 0.05), check_alive=check_alive)
-
-    assert max(replay.heartbeat_lag) > 0.25
-    with pytest.raises(InvalidReplay, match="the client could not keep the schedule") as caught:
-        judge(replay)
-    assert caught.value.kind is FailureKind.CLIENT_LAG
 
 
 def test_the_limit_of_open_files_is_raised_where_it_may_be() -> None:

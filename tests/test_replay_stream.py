@@ -1,38 +1,14 @@
 """Reading a stream: events cut anywhere, chunks that are not tokens, ends that are not ends."""
 
-import json
 import math
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replay_data import DONE, closing, event, read
 
 from tuner.replay.stream import Completion, EventParser
-
-
-def event(made: int | None, text: str = " a", *, newline: str = "\n") -> bytes:
-    payload: dict[str, object] = {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
-    if made is not None:
-        payload["usage"] = {"prompt_tokens": 7, "total_tokens": 7 + made, "completion_tokens": made}
-    return f"data: {json.dumps(payload, ensure_ascii=False)}{newline * 2}".encode()
-
-
-def closing(made: int) -> bytes:
-    usage = {"prompt_tokens": 7, "total_tokens": 7 + made, "completion_tokens": made}
-    return f'data: {{"choices": [], "usage": {json.dumps(usage)}}}\n\n'.encode()
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-def read(*parts: bytes) -> Completion:
-    """Return a completion that read these parts at 0, 1, 2, ..."""
-    completion = Completion()
-    for now, part in enumerate(parts):
-        completion.feed(part, float(now))
-    return completion
-
 
 STREAM = b"".join(
     [
@@ -74,21 +50,9 @@ def test_the_parser_returns_the_data_of_every_event(datas: list[bytes], data: st
     assert [*parser.feed(stream[:cut]), *parser.feed(stream[cut:])] == datas
 
 
-def test_events_without_tokens_are_no_samples() -> None:
-    """Comments, empty chunks and the usage event neither start the TTFT nor end the output (report 21)."""
-    completion = read(b": ping\n\n", event(0, ""), event(1), b": ping\n\n", event(2), closing(2), DONE)
-
-    assert list(completion.times) == [2.0, 4.0]
-
-
 def test_an_empty_text_with_a_token_is_a_token() -> None:
     """A token held back by the detokenizer counts when the server counts it."""
     assert list(read(event(1, ""), event(2, "")).tokens) == [1, 1]
-
-
-def test_merged_tokens_are_counted_from_the_usage() -> None:
-    """The running count jumps by 8: a chunk of 8 tokens (report 9)."""
-    assert list(read(event(1), event(9)).tokens) == [1, 8]
 
 
 def test_without_usage_tokens_are_unknown() -> None:
@@ -122,7 +86,7 @@ def test_reasoning_is_output_too() -> None:
     ],
 )
 def test_the_end_of_a_stream_is_judged(parts: list[bytes], error: str) -> None:
-    """HTTP 200 is not success: two tokens were asked for, and the stream must be whole (reports 7, 22)."""
+    """HTTP 200 is not success: two tokens were asked for, and the stream must be whole."""
     assert read(*parts).end(2, 9.0) == error
 
 

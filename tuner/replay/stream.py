@@ -141,6 +141,8 @@ class Completion:
         if data == b"[DONE]":
             self.is_done = True
             return
+        if not data.strip():  # some proxies send a blank event to keep a connection open
+            return
         try:
             event = json.loads(data)
             error, choices = event.get("error"), event.get("choices") or ()
