@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -169,13 +170,18 @@ def serving(load: Load, core: int) -> Iterator[str]:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
-        port = process.stdout.readline().decode().strip()
+        is_told = select.select([process.stdout], [], [], START_TIMEOUT)[0]
+        port = process.stdout.readline().decode().strip() if is_told else ""
         if not port:
-            raise RuntimeError(f"the server did not start: exit code {process.wait(START_TIMEOUT)}")
+            raise RuntimeError(f"the server did not start in {START_TIMEOUT:.0f} s; exit code {process.poll()}")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(STOP_TIMEOUT)
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_TIMEOUT)
         process.stdout.close()
 
 

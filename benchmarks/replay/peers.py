@@ -17,8 +17,9 @@ import numpy as np
 from benchmarks.replay.load import Load, Seen
 from benchmarks.replay.server import MODEL
 
-# What the published numbers were measured with; the rest of an environment is what pip resolves.
+# What this benchmark was written for; the rest of an environment is what pip resolves. vLLM is not installed here.
 PINS: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("vllm==0.26.0",),
     "guidellm": ("guidellm==0.8.1", "httpx==0.28.1", "uvloop==0.23.0", "transformers==5.24.0"),
     "aiperf": ("aiperf==0.13.0", "aiohttp==3.14.5", "orjson==3.11.9", "uvloop==0.23.0", "transformers==5.24.0"),
 }

@@ -32,6 +32,7 @@ MODEL = "tiny"
 MAX_TOKENS = 2048
 TEXT = " a"
 READ = 1 << 18
+SEND_BUFFER = 1 << 20  # holds a whole stream: a client that is slow to read must not make the server wait
 BACKLOG = 4096
 
 HEAD = (
@@ -172,6 +173,7 @@ class Server:
         client, _ = self.listener.accept()
         client.setblocking(False)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self.connections[client.fileno()] = Connection(client, client.send)
         self.epoll.register(client, select.EPOLLIN)
 
