@@ -148,7 +148,8 @@ def run(command: Sequence[str], env: Mapping[str, str], *, core: int, timeout: f
         raise AbsentError(f"exit code {process.returncode}: {said}")
     # The last sample of a tree that is ending may lack members that were not reaped yet.
     times, cpu = np.array(samples).T
-    return Ran(times, np.maximum.accumulate(cpu), usage.ru_utime + usage.ru_stime)
+    # wait4 knows nothing of members that the program ended without waiting for them.
+    return Ran(times, np.maximum.accumulate(cpu), max(usage.ru_utime + usage.ru_stime, float(cpu.max())))
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
