@@ -48,6 +48,13 @@ def test_every_module_is_on_the_map() -> None:
     assert there <= set(re.findall(r"`(\w+/?)`", section("Map of the code")))
 
 
+def test_every_benchmark_is_named_by_its_command() -> None:
+    """Each package under benchmarks/ can be found and run from here."""
+    there = {path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")}
+
+    assert there == set(re.findall(r"`python -m benchmarks\.(\w+)", README))
+
+
 def test_the_study_shown_is_valid_and_shows_every_key() -> None:
     """The YAML of the README parses, and no key of a study is missing from it."""
     text = re.search(r"```yaml\n(.*?)```", section("The study file"), flags=re.DOTALL)
