@@ -14,8 +14,8 @@ import pytest
 from replay_data import FakeServer, serving
 
 from tuner.metrics import Floats
-from tuner.replay.stream import Completion, EventParser
 from tuner.replay.counters import parse_counters
+from tuner.replay.stream import Completion, EventParser
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}
