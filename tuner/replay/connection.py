@@ -30,6 +30,7 @@ CONNECT_TIMEOUT = 30.0
 # vLLM closes idle connections after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); one that we would reuse then is lost.
 KEEP_ALIVE = 4.0
 MOST_OF_AN_ERROR = 64 * 1024
+BATCH = 64
 
 clock = time.perf_counter
 
@@ -88,55 +89,56 @@ def authorization() -> dict[str, str]:
 
 
 class Exchange:
-    """One request and its answer; notes on the tape when it has ended."""
+    """One request and its answer; notes on the tape when it has ended.
+
+    What arrives is stamped and laid aside, and looked at some reads later: the code that looks runs ten times
+    faster when it runs many times in a row than once after each sleep.
+    """
 
     __slots__ = (
-        "_body", "_feed", "_is_framed", "_is_kept", "_tape", "answer", "connection", "is_over", "now", "on_end",
-        "parser", "request", "row", "status", "submitted",
+        "_is_framed", "_is_kept", "_on_end", "_parser", "_reads", "_stamps", "_tape", "answer", "connection", "feed",
+        "is_over", "now", "request", "row", "status", "submitted",
     )  # fmt: skip
 
     def __init__(self, tape: Tape, row: int, request: bytes, on_end: Callable[["Exchange"], None]) -> None:
-        self._tape, self.row, self.request, self.on_end = tape, row, request, on_end
+        self._tape, self.row, self.request, self._on_end = tape, row, request, on_end
         self.answer = Completion()
         self.connection: Connection | None = None
         self.submitted = self.now = clock()
         self.status = 0
         self.is_over = self._is_framed = self._is_kept = False
-        self._body = b""
+        self._reads: list[bytes] = []
+        self._stamps: list[float] = []
+        self._parser = httptools.HttpResponseParser(self)
+        self.feed: Callable[[bytes], None] = self._parser.feed_data
 
     def begin(self, connection: "Connection", *, was_awaited: bool) -> None:
         """Go out on this connection now."""
         self.connection = connection
-        self.parser = httptools.HttpResponseParser(self)
-        self._feed = self.parser.feed_data
         now = clock()
         self._tape.connect_wait[self.row] = now - self.submitted if was_awaited else 0.0
         self._tape.sent[self.row] = now
         connection.transport.write(self.request)
         self.request = b""
 
-    def read(self, data: bytes) -> None:
-        """Take bytes that have just arrived."""
-        self.now = clock()
-        try:
-            self._feed(data)
-        except httptools.HttpParserCallbackError:
-            raise  # a mistake of ours
-        except httptools.HttpParserError as error:
-            self.fail(BROKEN, str(error))
-            return
-        if self.is_over:
-            self._end()
+    def end(self) -> None:
+        """Take that the answer is whole."""
+        self._digest()
+        if self.status == 200:
+            self._close(self.answer.end(self._tape.output_len[self.row], self.now), "")
+        else:
+            self._close(f"http_{self.status}", message_of(b"".join(self._reads)[:MOST_OF_AN_ERROR]))
 
     def lost(self, why: Exception | None) -> None:
         """Take that the connection is gone."""
         if self.status and not self._is_framed:  # such a body ends with its connection
-            self._end()
+            self.end()
         else:
             self.fail(RESET, str(why or "closed before the answer was whole"))
 
     def fail(self, error: str, message: str = "") -> None:
-        """End without an answer."""
+        """End without a whole answer."""
+        self._digest()
         self._close(error, message)
 
     # What the HTTP parser calls.
@@ -148,34 +150,36 @@ class Exchange:
 
     def on_headers_complete(self) -> None:
         """Note the status and when the first byte came."""
-        self.status = self.parser.get_status_code()
+        self.status = self._parser.get_status_code()
         if self.status >= 200:
             self._tape.first_byte[self.row] = self.now
 
     def on_body(self, body: bytes) -> None:
-        """Hand on a part of the answer."""
-        if self.status == 200:
-            self.answer.feed(body, self.now)
-        elif len(self._body) < MOST_OF_AN_ERROR:
-            self._body += body
+        """Lay a part of the answer aside."""
+        self._reads.append(body)
+        self._stamps.append(self.now)
+        if len(self._stamps) == BATCH:
+            self._digest()
 
     def on_message_complete(self) -> None:
         """Note the end, unless it is that of an interim answer."""
         self.is_over = self.status >= 200
-        self._is_kept = self.parser.should_keep_alive()
+        self._is_kept = self._parser.should_keep_alive()
 
-    def _end(self) -> None:
+    def _digest(self) -> None:
         if self.status == 200:
-            self._close(self.answer.end(self._tape.output_len[self.row], self.now), "")
-        else:
-            self._close(f"http_{self.status}", message_of(self._body))
+            feed = self.answer.feed
+            for body, stamp in zip(self._reads, self._stamps, strict=True):
+                feed(body, stamp)
+            self._reads.clear()
+        self._stamps.clear()
 
     def _close(self, error: str, message: str) -> None:
         connection, self.connection = self.connection, None
         self._tape.end(self.row, self.answer, error, message, clock())
         if connection is not None:
             connection.done(is_reusable=self.is_over and self._is_kept)
-        self.on_end(self)
+        self._on_end(self)
 
 
 class Connection(asyncio.Protocol):
@@ -196,11 +200,21 @@ class Connection(asyncio.Protocol):
         exchange.begin(self, was_awaited=was_awaited)
 
     def data_received(self, data: bytes) -> None:
-        """Pass on what came."""
-        if self._exchange is not None:
-            self._exchange.read(data)
-        else:  # nothing was asked
+        """Stamp what came and have it parsed."""
+        exchange = self._exchange
+        if exchange is None:  # nothing was asked
             self.transport.abort()
+            return
+        exchange.now = clock()
+        try:
+            exchange.feed(data)
+        except httptools.HttpParserCallbackError:
+            raise  # a mistake of ours
+        except httptools.HttpParserError as error:
+            exchange.fail(BROKEN, str(error))
+            return
+        if exchange.is_over:
+            exchange.end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End with the connection."""
