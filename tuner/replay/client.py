@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tuner.metrics import Records
+from tuner.replay.alarm import Alarm
 from tuner.replay.connection import Exchange, Pool, Target, clock
 from tuner.replay.tape import Floats, Tape
 
@@ -107,12 +108,13 @@ class Driver:
             with no_garbage_collection():
                 tape.anchor = await begin()
                 busy = time.process_time()
-                beside = [asyncio.ensure_future(_beat(lag)), asyncio.ensure_future(self._dial_ahead())]
+                dialling = asyncio.ensure_future(self._dial_ahead())
                 try:
-                    await self._send()
-                    await self._drain()
+                    with _heartbeat(lag):
+                        await self._send()
+                        await self._drain()
                 finally:
-                    await cancel(beside)
+                    await cancel([dialling])
                 cpu, wall = time.process_time() - busy, clock() - tape.anchor
         finally:
             await self._pool.close()
@@ -135,14 +137,11 @@ class Driver:
             await self._pool.close()
 
     async def _send(self) -> None:
-        anchor = self._tape.anchor
-        for row, due in enumerate((self._load.due + anchor).tolist()):
-            # One turn of the loop at least: what was written goes out then, and what has come is read.
-            wait = due - clock()
-            await asyncio.sleep(max(wait, 0))
-            while (wait := due - clock()) > 0:  # noqa: ASYNC110 (a timer of uvloop may be early)
-                await asyncio.sleep(wait)
-            self._submit(row, self._forget)
+        with Alarm() as alarm:
+            for row, due in enumerate((self._load.due + self._tape.anchor).tolist()):
+                # One turn of the loop at least: what was written goes out then, and what has come is read.
+                await alarm.until(due)
+                self._submit(row, self._forget)
 
     def _submit(self, row: int, on_end: Callable[[Exchange], None]) -> None:
         load = self._load
@@ -184,14 +183,25 @@ def _set(ended: asyncio.Future[None], _: Exchange) -> None:
         ended.set_result(None)
 
 
-async def _beat(lag: list[float]) -> None:
+@contextmanager
+def _heartbeat(lag: list[float]) -> Iterator[None]:
     """Note how late each beat of a 10 ms timer is; beats missed in a stall are one late beat."""
-    due = clock() + HEARTBEAT
-    while True:
-        await asyncio.sleep(due - clock())
+    loop = asyncio.get_running_loop()
+    due, timer = clock(), None
+
+    def beat() -> None:
+        nonlocal due, timer
         now = clock()
         lag.append(max(now - due, 0.0))
         due = max(due, now) + HEARTBEAT
+        timer = loop.call_later(due - now, beat)
+
+    due += HEARTBEAT
+    timer = loop.call_later(HEARTBEAT, beat)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -168,9 +168,7 @@ class Exchange:
 
     def _digest(self) -> None:
         if self.status == 200:
-            feed = self.answer.feed
-            for body, stamp in zip(self._reads, self._stamps, strict=True):
-                feed(body, stamp)
+            self.answer.feed_all(self._reads, self._stamps)
             self._reads.clear()
         self._stamps.clear()
 

@@ -8,13 +8,15 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from operator import gt, sub
 
 IN_BAND_ERROR, MALFORMED, NO_DONE, EMPTY, SHORT, LONG = (
     "in_band_error", "malformed", "no_done", "empty", "short", "long")  # fmt: skip
 
 # Inside a JSON string quotes are escaped, so these cannot match in generated text.
 _COUNT = b'"completion_tokens":'
+_COUNTS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _NUMBER = re.compile(rb"\s*(\d+)")
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _CHOICES = b'"choices":[{'  # as vLLM writes it; spaces are looked for only when this is not there
@@ -87,6 +89,34 @@ class Completion:
             return
         for event in parser.feed(data):
             self._event(event, now)
+
+    def feed_all(self, reads: Sequence[bytes], stamps: Sequence[float]) -> None:
+        """Take several reads and when each came."""
+        counts = self._one_event_each(reads)
+        if counts is None:
+            for data, now in zip(reads, stamps, strict=True):
+                self.feed(data, now)
+            return
+        self.times.extend(stamps)
+        self.tokens.extend(map(sub, counts, [self.made, *counts]))
+        self.made = counts[-1]
+        self.usage = reads[-1][6:-2]
+
+    def _one_event_each(self, reads: Sequence[bytes]) -> list[int] | None:
+        """Return the running counts when each read is one whole event with more tokens than before, else None.
+
+        That is how nearly all come, and it is seen for many at once in a fraction of the time.
+        """
+        if not self._parser.is_between_events:
+            return None
+        text, n = b"".join(reads), len(reads)
+        # Two line feeds for each read, which are its last two bytes: so no read has another.
+        if text.count(b"\n") != 2 * n or text.count(_CHOICES) != n or b"\r" in text:
+            return None
+        if not all(read.startswith(b"data: {") and read.endswith(b"\n\n") for read in reads):
+            return None
+        counts = [int(count) for count in _COUNTS.findall(text)]
+        return counts if len(counts) == n and all(map(gt, counts, [self.made, *counts])) else None
 
     def end(self, output_len: int, now: float) -> str:
         """Return "" for a completed request of this length, else what went wrong."""
