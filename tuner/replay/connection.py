@@ -96,8 +96,8 @@ class Exchange:
     """
 
     __slots__ = (
-        "_is_framed", "_is_kept", "_on_end", "_parser", "_reads", "_stamps", "_tape", "answer", "connection", "feed",
-        "is_over", "now", "request", "row", "status", "submitted",
+        "_is_framed", "_is_kept", "_on_end", "_parser", "_stamps", "_tape", "answer", "connection", "feed", "is_over",
+        "now", "on_body", "reads", "request", "row", "status", "submitted",
     )  # fmt: skip
 
     def __init__(self, tape: Tape, row: int, request: bytes, on_end: Callable[["Exchange"], None]) -> None:
@@ -107,8 +107,9 @@ class Exchange:
         self.submitted = self.now = clock()
         self.status = 0
         self.is_over = self._is_framed = self._is_kept = False
-        self._reads: list[bytes] = []
+        self.reads: list[bytes] = []
         self._stamps: list[float] = []
+        self.on_body = self.reads.append  # called by the parser
         self._parser = httptools.HttpResponseParser(self)
         self.feed: Callable[[bytes], None] = self._parser.feed_data
 
@@ -121,13 +122,21 @@ class Exchange:
         connection.transport.write(self.request)
         self.request = b""
 
+    def stamp(self, now: float) -> None:
+        """Note when what lies in `reads` came."""
+        stamps, reads = self._stamps, self.reads
+        while len(stamps) < len(reads):
+            stamps.append(now)
+        if len(stamps) >= BATCH:
+            self._digest()
+
     def end(self) -> None:
         """Take that the answer is whole."""
         self._digest()
         if self.status == 200:
-            self._close(self.answer.end(self._tape.output_len[self.row], self.now), "")
+            self._close(self.answer.end(self._tape.output_len[self.row], clock()), "")
         else:
-            self._close(f"http_{self.status}", message_of(b"".join(self._reads)[:MOST_OF_AN_ERROR]))
+            self._close(f"http_{self.status}", message_of(b"".join(self.reads)[:MOST_OF_AN_ERROR]))
 
     def lost(self, why: Exception | None) -> None:
         """Take that the connection is gone."""
@@ -154,13 +163,6 @@ class Exchange:
         if self.status >= 200:
             self._tape.first_byte[self.row] = self.now
 
-    def on_body(self, body: bytes) -> None:
-        """Lay a part of the answer aside."""
-        self._reads.append(body)
-        self._stamps.append(self.now)
-        if len(self._stamps) == BATCH:
-            self._digest()
-
     def on_message_complete(self) -> None:
         """Note the end, unless it is that of an interim answer."""
         self.is_over = self.status >= 200
@@ -168,9 +170,9 @@ class Exchange:
 
     def _digest(self) -> None:
         if self.status == 200:
-            self.answer.feed_all(self._reads, self._stamps)
-            self._reads.clear()
-        self._stamps.clear()
+            self.answer.feed_all(self.reads, self._stamps)
+            self.reads.clear()
+            self._stamps.clear()
 
     def _close(self, error: str, message: str) -> None:
         connection, self.connection = self.connection, None
@@ -203,14 +205,16 @@ class Connection(asyncio.Protocol):
         if exchange is None:  # nothing was asked
             self.transport.abort()
             return
-        exchange.now = clock()
+        exchange.now = now = clock()
         try:
             exchange.feed(data)
         except httptools.HttpParserCallbackError:
             raise  # a mistake of ours
         except httptools.HttpParserError as error:
+            exchange.stamp(now)
             exchange.fail(BROKEN, str(error))
             return
+        exchange.stamp(now)
         if exchange.is_over:
             exchange.end()
 
