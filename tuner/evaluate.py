@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuner import metrics, units
-from tuner.errors import FailureKind, HostError, InvalidReplay
+from tuner.errors import HostError
+from tuner.replay import attempts
 from tuner.replay import run as replaying
 from tuner.results import Repeat
 from tuner.seams import Deployment, Evaluation, Launcher, Progress, Replay
@@ -93,8 +94,8 @@ class LiveEvaluator:
                 self._warm_up(config, deployment, progress)
             for number in range(1, self.spec.repeats + 1):
                 with watch.phase("replay"):
-                    seen, notes = self._replay(config, deployment, number, slos, progress)
-                repeats.append(self._write_down(seen, notes, slos, directory / f"repeat-{number}"))
+                    seen = self._replay(config, deployment, number, slos, progress)
+                repeats.append(self._write_down(seen, slos, directory / f"repeat-{number}"))
             progress.phase("stopping")
             with watch.phase("stop"):
                 stack.close()
@@ -113,11 +114,12 @@ class LiveEvaluator:
 
     def _replay(
         self, config: ServingConfig, deployment: Deployment, number: int, slos: Sequence[Slo], progress: Progress
-    ) -> tuple[Replay, tuple[str, ...]]:
+    ) -> Replay:
         """Replay once, and once more when the client could not drive it; then the trial is invalid."""
         limits = [s.limit for s in slos if units.family(s.metric) == "ttft" and s.limit is not None]
         keys = [*self.spec.objective_metrics, *(s.metric for s in slos)]
-        for attempt in (1, 2):
+
+        def once(attempt: int) -> Replay:
             again = " again: the client was late" if attempt == 2 else ""
             progress.phase(f"replay {number} of {self.spec.repeats}{again}", expected=self.workload.span)
             salt = f"{self.spec.seed}/{number}/{attempt}"
@@ -126,30 +128,26 @@ class LiveEvaluator:
                     deployment.url, served_name(config), self.workload, salt=salt,
                     vocab_size=self.vocab_size, check_alive=deployment.check_alive,
                 )  # fmt: skip
-            seen = replaying.replay(
+            return replaying.replay(
                 deployment.url, served_name(config), self.workload, salt=salt, vocab_size=self.vocab_size,
                 metrics_urls=deployment.metrics_urls, drain_timeout=self.spec.workload.drain_timeout,
                 check_alive=deployment.check_alive,
             )  # fmt: skip
-            try:
-                cautions = replaying.judge(
-                    seen, ttft_limit=min(limits, default=None), keys=keys, classes=self.spec.workload.classes
-                )
-            except InvalidReplay as error:
-                if error.kind is not FailureKind.CLIENT_LAG or attempt == 2:
-                    raise
-            else:
-                return seen, (*seen.notes, *cautions)
-        raise AssertionError("the second attempt returns or raises")
 
-    def _write_down(self, seen: Replay, notes: tuple[str, ...], slos: Sequence[Slo], folder: Path) -> Repeat:
+        def judge(seen: Replay) -> tuple[str, ...]:
+            least = min(limits, default=None)
+            return replaying.judge(seen, ttft_limit=least, keys=keys, classes=self.spec.workload.classes)
+
+        return attempts.valid(once, judge)
+
+    def _write_down(self, seen: Replay, slos: Sequence[Slo], folder: Path) -> Repeat:
         folder.mkdir(parents=True, exist_ok=True)
         numbers = self._numbers(seen, slos)
         counters = {name: value - seen.counters_before.get(name, 0.0) for name, value in seen.counters_after.items()}
         metrics.save(seen.records, folder / "records.npz")
         write_json(folder / "counters.json", counters)
         write_json(folder / "metrics.json", units.to_outside(numbers))
-        return Repeat(numbers, telling(counters), notes)
+        return Repeat(numbers, telling(counters), seen.notes)
 
     def _numbers(self, seen: Replay, slos: Sequence[Slo]) -> dict[str, float]:
         """Summarise; limits still relative are relative to this very replay (it is the default's)."""

@@ -217,14 +217,15 @@ def session(tape: Tape | None = None) -> aiohttp.ClientSession:
 
 
 async def ask(
-    http: aiohttp.ClientSession, url: str, body: bytes, tape: Tape, row: int, *, deadline: float | None = None
-) -> None:
+    http: aiohttp.ClientSession, url: str, body: bytes, tape: Tape, row: int, *, deadline: float | None = None,
+    path: str = "/v1/completions",
+) -> None:  # fmt: skip
     """Send one request and note on the tape what came back; only a cancellation is raised."""
     answer, error, message = Completion(), TIMEOUT, ""
     try:
         async with (
             asyncio.timeout(deadline),
-            http.post(f"{url}/v1/completions", data=body, trace_request_ctx=row) as response,
+            http.post(f"{url}{path}", data=body, trace_request_ctx=row) as response,
         ):
             if response.status != 200:
                 error, message = f"http_{response.status}", _message(await response.read())

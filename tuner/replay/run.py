@@ -10,10 +10,10 @@ import gc
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -22,9 +22,10 @@ from tuner import metrics
 from tuner.errors import FailureKind, InvalidReplay
 from tuner.metrics import Records
 from tuner.replay import client
-from tuner.replay.prompts import Prompts
+from tuner.replay.prompts import CHAT, COMPLETIONS, PATHS, PLAIN, Prompts, Scale
 from tuner.replay.schedule import Schedule, schedule, warm_prefixes, warm_up_rows
 from tuner.seams import Replay
+from tuner.serving import Json
 from tuner.units import format_ms
 from tuner.workload import Request, Workload
 
@@ -45,6 +46,8 @@ PREFIX_STREAMS = 4
 LAG_P99, HEARTBEAT_P99, SHARE_OF_TTFT = 0.010, 0.020, 0.05
 LAG_MAX = HEARTBEAT_MAX = 0.250
 TOKENS_PER_CHUNK, SAME_READ = 1.05, 0.05
+# Text for a chat endpoint is sized by words: what a prompt may be off by, in tokens or as a share.
+CHAT_OFF_TOKENS, CHAT_OFF_SHARE = 5, 0.02
 
 _CLEAN_BUT_WRONG = (client.SHORT, client.LONG)
 _LENGTH_HINTS = {
@@ -75,13 +78,17 @@ def warm_up(
     seed: int,
     vocab_size: int,
     check_alive: CheckAlive = _nothing,
+    endpoint: str = COMPLETIONS,
+    extra_body: Mapping[str, Json] | None = None,
+    scale: Scale = PLAIN,
 ) -> None:
     """Send made-up requests like the workload's for `duration` seconds and wait for their answers.
 
     Their prompts have a salt of their own: nothing of the measured rows is in the cache afterwards.
     """
     rows = warm_up_rows(workload, duration=duration, seed=seed)
-    run = _Client(url, model, Prompts(f"warm-up {seed}", vocab_size), check_alive=check_alive)
+    prompts = Prompts(f"warm-up {seed}", vocab_size)
+    run = _Client(url, model, prompts, check_alive=check_alive, endpoint=endpoint, extra_body=extra_body, scale=scale)
     _finish(run.drive(schedule(rows), drain_timeout=WARM_UP_DRAIN))
 
 
@@ -94,6 +101,9 @@ def warm_prefix(
     vocab_size: int,
     capacity: int | None = None,
     check_alive: CheckAlive = _nothing,
+    endpoint: str = COMPLETIONS,
+    extra_body: Mapping[str, Json] | None = None,
+    scale: Scale = PLAIN,
 ) -> int:
     """Prefill what the window will hit of the workload's history; return how many tokens that were.
 
@@ -105,9 +115,13 @@ def warm_prefix(
         vocab_size: of the model.
         capacity: tokens that the server's KV cache holds; the oldest prefixes beyond it are left out.
         check_alive: raises ServerDied.
+        endpoint: as for `replay`.
+        extra_body: likewise.
+        scale: likewise.
     """
     rows = warm_prefixes(workload, capacity)
-    run = _Client(url, model, Prompts(salt, vocab_size), check_alive=check_alive)
+    prompts = Prompts(salt, vocab_size)
+    run = _Client(url, model, prompts, check_alive=check_alive, endpoint=endpoint, extra_body=extra_body, scale=scale)
     _finish(run.prefill(rows))
     return sum(row.input_len for row in rows)
 
@@ -124,6 +138,10 @@ def replay(
     request_timeout: float | None = None,
     check_alive: CheckAlive = _nothing,
     on_progress: OnProgress = _nothing,
+    endpoint: str = COMPLETIONS,
+    extra_body: Mapping[str, Json] | None = None,
+    scale: Scale = PLAIN,
+    processes: int | None = None,  # noqa: ARG001
 ) -> Replay:
     """Send the workload's requests at their recorded times and return what was seen.
 
@@ -138,11 +156,17 @@ def replay(
         request_timeout: seconds that one request may take, if it is limited.
         check_alive: raises ServerDied; called every 100 ms and at the end.
         on_progress: told (ended, offered) about every half second.
+        endpoint: "completions" or "chat".
+        extra_body: merged into every request's body; null removes a key.
+        scale: how the server counts text, for chat (see calibrate.py).
+        processes: client processes; without a number the client decides.
 
     Raises:
         ServerDied: from `check_alive`.
     """
-    run = _Client(url, model, Prompts(salt, vocab_size), request_timeout, check_alive, on_progress)
+    run = _Client(
+        url, model, Prompts(salt, vocab_size), request_timeout, check_alive, on_progress, endpoint, extra_body, scale
+    )
     plan = schedule(workload.requests)
 
     async def measured() -> Replay:
@@ -181,6 +205,9 @@ class _Client:
     request_timeout: float | None = None
     check_alive: CheckAlive = _nothing
     on_progress: OnProgress = _nothing
+    endpoint: str = COMPLETIONS
+    extra_body: Mapping[str, Json] | None = None
+    scale: Scale = PLAIN
 
     @property
     def base(self) -> str:
@@ -212,23 +239,29 @@ class _Client:
 
         async def stream(http: aiohttp.ClientSession) -> None:
             for row in order:
-                await client.ask(http, self.base, bodies[row], tape, row, deadline=WARM_UP_DRAIN)
+                await client.ask(http, self.base, bodies[row], tape, row, deadline=WARM_UP_DRAIN, path=self._path)
 
         async with client.session() as http:
             await self._watched(_all(stream(http) for _ in range(PREFIX_STREAMS)), tape)
 
     def _bodies(self, rows: Sequence[Request]) -> list[bytes]:
-        return [self.prompts.body(self.model, row, number) for number, row in enumerate(rows)]
+        how: dict[str, Any] = {"endpoint": self.endpoint, "extra_body": self.extra_body, "scale": self.scale}
+        return [self.prompts.body(self.model, row, number, **how) for number, row in enumerate(rows)]
+
+    @property
+    def _path(self) -> str:
+        return PATHS[self.endpoint]
 
     async def _send(
         self, http: aiohttp.ClientSession, bodies: list[bytes], tape: client.Tape, drain_timeout: float
     ) -> None:
         asking: list[asyncio.Task[None]] = []
+        path = self._path
         try:
             for row, due in enumerate(tape.due):
                 while (wait := due - tape.clock()) > 0:  # noqa: ASYNC110 (a timer of uvloop may be early)
                     await asyncio.sleep(wait)
-                sending = client.ask(http, self.base, bodies[row], tape, row, deadline=self.request_timeout)
+                sending = client.ask(http, self.base, bodies[row], tape, row, deadline=self.request_timeout, path=path)
                 asking.append(asyncio.create_task(sending))
             ended, _ = await asyncio.wait(asking, timeout=drain_timeout)
             for request in ended:
@@ -334,6 +367,7 @@ def judge(
     ttft_limit: float | None = None,
     keys: Iterable[str] = (),
     classes: metrics.Classes = metrics.DEFAULT_CLASSES,
+    endpoint: str = COMPLETIONS,
 ) -> tuple[str, ...]:
     """Refuse a replay whose numbers say nothing about the server; return what to be careful about.
 
@@ -342,6 +376,7 @@ def judge(
         ttft_limit: the TTFT SLO, which says how much lag is too much.
         keys: the metrics that matter, to warn of percentiles over too few requests.
         classes: ranges of prompt lengths by name, as the keys use them.
+        endpoint: text for "chat" is sized by words, and may be off by a few tokens.
 
     Raises:
         InvalidReplay: the client was late, lengths were not the recorded ones, or nothing completed.
@@ -349,7 +384,7 @@ def judge(
     records = seen.records
     notes = [note for gate in _gates(seen, ttft_limit) if (note := gate.check())]
     _check_something_completed(seen)
-    _check_lengths(records)
+    _check_lengths(records, endpoint)
     return (*notes, *_stream_notes(records), *metrics.warnings(records, keys, classes))
 
 
@@ -405,18 +440,17 @@ def _check_something_completed(seen: Replay) -> None:
     )
 
 
-def _check_lengths(records: Records) -> None:
+def _check_lengths(records: Records, endpoint: str) -> None:
     done = records.is_completed
-    for what, got, asked, wrong in (
-        ("prompt", records.prompt_tokens, records.input_len, done),
-        (
-            "output",
-            records.completion_tokens,
-            records.output_len,
-            np.isin(records.error, _CLEAN_BUT_WRONG) | done,
-        ),
+    ended = np.isin(records.error, _CLEAN_BUT_WRONG) | done
+    prompt_off = np.zeros(len(records))
+    if endpoint == CHAT:
+        prompt_off = np.maximum(CHAT_OFF_TOKENS, CHAT_OFF_SHARE * records.input_len)
+    for what, got, asked, wrong, allowed in (
+        ("prompt", records.prompt_tokens, records.input_len, done, prompt_off),
+        ("output", records.completion_tokens, records.output_len, ended, np.zeros(len(records))),
     ):
-        off = np.flatnonzero(wrong & ~np.isnan(got) & (got != asked))
+        off = np.flatnonzero(wrong & ~np.isnan(got) & (np.abs(got - asked) > allowed))
         if len(off):
             row = off[0]
             raise InvalidReplay(
