@@ -19,6 +19,9 @@ DURATION_METRICS = (
     "itl_first_gap",
     "send_lag",
     "heartbeat_lag",
+    "timer_lag",
+    "connect_wait",
+    "queue_time",
 )
 
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|min|m|h)")

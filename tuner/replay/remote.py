@@ -24,10 +24,11 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model as the server lists it; `root` is where it was loaded from, "" when the server does not say."""
+    """A model as the server lists it; root is where it was loaded from, both "" and None are not said."""
 
     name: str
     root: str = ""
+    max_model_len: int | None = None
 
 
 def base_of(url: str) -> str:
@@ -55,9 +56,14 @@ def models(base: str, *, deadline: float = DEADLINE) -> tuple[Served, ...]:
     """
     try:
         listed = ask(f"{base}/v1/models", deadline=deadline)["data"]
-        return tuple(Served(str(model["id"]), str(model.get("root") or "")) for model in listed)
+        return tuple(_served(model) for model in listed)
     except (KeyError, TypeError, AttributeError) as error:
         raise HostError(f"{base}/v1/models: not the answer of an OpenAI-compatible server") from error
+
+
+def _served(model: dict[str, Any]) -> Served:
+    longest = model.get("max_model_len")
+    return Served(str(model["id"]), str(model.get("root") or ""), longest if isinstance(longest, int) else None)
 
 
 def choose(offered: tuple[Served, ...], name: str | None) -> Served:
