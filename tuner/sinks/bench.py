@@ -10,11 +10,11 @@ from ours, and from vLLM's own:
     duration    from the first due time to the end of the last request; rates are per second of it, not of the window
     request_goodput   counts requests that pass our per-request tests, null without an SLO
     max_output_tokens_per_s   counts tokens, where vLLM counts chunks
-    start_times seconds after the replay's anchor; vLLM's are readings of a clock without an origin
-    request_rate      is what the workload offers; vLLM's is what was asked for
+    start_times               seconds after the replay's anchor; vLLM's are readings of a clock without an origin
+    request_rate              is what the workload offers; vLLM's is what was asked for
 
 As there, statistics are over completed requests alone: a failure does not reach into them. A number that was not
-measured is null, where vLLM writes 0: a request without a first token, the length of a prompt that failed. What a
+measured is null, where vLLM writes 0: a request without a first token, the output of one that failed. What a
 replay does not have is null as well: label, tokenizer_id, burstiness, max_concurrency, generated_texts, rtfx.
 """
 

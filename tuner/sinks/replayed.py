@@ -81,7 +81,11 @@ def _size(found: Measurement, scope: str) -> int:
 
 def _rates(found: Measurement) -> str:
     known = [key for key in RATES if key in found.metrics]
-    return ", ".join(f"{metric_name(key)} {slos.describe(key, found.metrics[key])}" for key in known)
+    return ", ".join(f"{metric_name(key)} {_rate(key, found.metrics[key])}" for key in known)
+
+
+def _rate(key: str, value: float) -> str:
+    return f"{value:,.0f}/s" if value >= 1000 else slos.describe(key, value)
 
 
 def _verdict(found: Measurement) -> Iterator[Text]:
@@ -101,8 +105,13 @@ def _state(slo: Slo, numbers: Mapping[str, float]) -> str:
 
 
 def _facts(whose: str, facts: Mapping[str, float]) -> Iterator[Text]:
-    if facts:
-        yield Text(f"{whose}: " + ", ".join(f"{metric_name(key)} {_fact(key, facts[key])}" for key in facts))
+    """Yield facts on one line, the statistics of one thing side by side."""
+    told: dict[str, list[str]] = {}
+    for key, value in facts.items():
+        name = metric_name(units.family(key))
+        told.setdefault(name, []).append(f"{metric_name(key).removeprefix(name).strip()} {_fact(key, value)}".strip())
+    if told:
+        yield Text(f"{whose}: " + "; ".join(f"{name} {', '.join(values)}" for name, values in told.items()))
 
 
 def _fact(key: str, value: float) -> str:
@@ -112,7 +121,10 @@ def _fact(key: str, value: float) -> str:
 
 
 def _reasons(found: Measurement) -> list[str]:
-    return [plain(f"{_title(key)}: {reason}") for key, reason in absent(found).items()]
+    same: dict[str, list[str]] = {}
+    for key, reason in absent(found).items():
+        same.setdefault(reason, []).append(_title(key))
+    return [plain(f"{', '.join(titles)}: {reason}") for reason, titles in same.items()]
 
 
 def _title(key: str) -> str:

@@ -26,6 +26,7 @@ from tuner.slo import Slo
 from tuner.units import family
 
 BINS = 80
+MANY = 500  # requests, for smaller dots
 COLOURS = {"short": BLUE, "long": PURPLE}
 
 Floats = npt.NDArray[np.float64]
@@ -86,11 +87,14 @@ def in_flight(records: Records) -> tuple[Floats, Floats]:
 
 def _ttft(axes: Axes, records: Records, limits: Sequence[Slo]) -> None:
     values, done = metrics.per_request(records, "ttft") * 1e3, records.is_completed
+    size = 14 if len(records) <= MANY else 5
     for scope, colour in COLOURS.items():
         chosen = done & metrics.in_class(records, DEFAULT_CLASSES, scope)
         if chosen.any():
             label = f"{scope} prompts ({int(chosen.sum())})"
-            axes.scatter(records.due[chosen], values[chosen], s=14, color=colour, alpha=0.7, linewidths=0, label=label)
+            axes.scatter(
+                records.due[chosen], values[chosen], s=size, color=colour, alpha=0.7, linewidths=0, label=label
+            )
     if (~done).any():
         axes.scatter(records.due[~done], np.full(int((~done).sum()), 0.97), transform=axes.get_xaxis_transform(),
                      marker="x", s=28, color=VERMILION, label=f"failed ({int((~done).sum())})", zorder=4)  # fmt: skip
@@ -111,7 +115,8 @@ def _itl(axes: Axes, records: Records, edges: Floats, limits: Sequence[Slo]) -> 
     tops = np.array([values.max() if len(values) else np.nan for values in longest])
     axes.plot(middle, tops, "v", color=ORANGE, markersize=5, label="longest stall", zorder=3)
     axes.set_ylabel(f"{name} (ms)")
-    shown = np.concatenate([gaps * 1e3, tops[~np.isnan(tops)]])
+    usual = [np.median(values) for values in inside if len(values)]  # single gaps may be a microsecond
+    shown = np.concatenate([usual, tops[~np.isnan(tops)]])
     _finish(axes, limits, positive=shown[shown > 0])
 
 
@@ -151,7 +156,7 @@ def _finish(axes: Axes, limits: Sequence[Slo], *, positive: Floats) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
         axes.yaxis.set_minor_formatter(FuncFormatter(_minor) if high / low < 30 else NullFormatter())
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, framealpha=0.9, loc="upper right", ncols=3)
+        axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 0.98), ncols=5, borderaxespad=0.2)
 
 
 def _minor(value: float, _: object) -> str:
