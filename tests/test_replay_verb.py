@@ -1,5 +1,6 @@
 """`tune replay`: flags, exit codes, and that every form of the result says what the records say."""
 
+import io
 import json
 import os
 import subprocess
@@ -16,13 +17,14 @@ import pytest
 from matplotlib.image import imread
 from replay_data import Row, evenly, free_port, records, serving, workload
 
-from tuner import measure, metrics
+from tuner import assemble, measure, metrics
 from tuner.errors import ExitCode, FailureKind, HostError, InvalidReplay, SpecError
 from tuner.replay import attempts, remote, run
 from tuner.replay.calibrate import check_fits, scale_of
 from tuner.replay.prompts import CHAT, PLAIN, WORDS, Prompts, Scale, merged, vocabulary_of
 from tuner.seams import Measurement, Replay
 from tuner.sinks import bench, replayed, timeline
+from tuner.sinks.ticker import Ticker
 from tuner.slo import parse
 from tuner.workload import Request
 
@@ -153,19 +155,19 @@ def test_a_missed_slo_exits_3_and_an_absent_number_says_why(tmp_path: Path) -> N
     assert "vocab-size" in ended.stdout
 
 
-def test_repeats_are_kept_apart_and_told_as_their_median(tmp_path: Path) -> None:
+def test_repeats_are_kept_apart_and_told_as_their_median(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each has a folder and a line of the bench file."""
-    write_rows(tmp_path, count=8)
+    lines = tmp_path / "b.json"
     with serving(tmp_path) as server:
-        words = ("--repeats", "2", "--warm-up", "0s", "--json", "-o", "out", "--bench-json", "b.json")
-        ended = tune(tmp_path, "rows.jsonl", "--url", server.url, *words)
+        asked = measure.Wanted(server.url, evenly(4, 0.02), repeats=2, warm_up=0.0)
+        assert assemble.replay(asked, tmp_path / "out", lines, as_json=True) == ExitCode.OK
 
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+    found = json.loads(capsys.readouterr().out)
     each = [repeat["metrics"]["ttft_p50_ms"] for repeat in found["repeats"]]
     assert found["metrics"]["ttft_p50_ms"] == pytest.approx(sum(each) / 2)
+    assert found["requests"]["offered"] == 8
     assert [(tmp_path / "out" / f"repeat-{n}" / "replay.png").is_file() for n in (1, 2)] == [True, True]
-    assert len((tmp_path / "b.json").read_text().splitlines()) == 2
+    assert len(lines.read_text().splitlines()) == 2
 
 
 # --- The command where it must not go on ------------------------------------------------------------------
@@ -183,23 +185,49 @@ def test_nobody_at_the_url_exits_4_before_the_clock_starts(tmp_path: Path) -> No
 
 def test_a_replay_that_says_nothing_exits_4_with_the_reason(tmp_path: Path) -> None:
     """Nothing completed: no table of nothing."""
-    write_rows(tmp_path, count=4)
-    with serving(tmp_path, {"http_status": {"every": 1, "status": 500}}) as server:
-        ended = tune(tmp_path, "rows.jsonl", "--url", server.url, "--warm-up", "0s")
+    asked = measure.Wanted(url="", workload=evenly(4, 0.01), warm_up=0.0)
+    with serving(tmp_path, {"http_status": {"every": 1, "status": 500}}) as server, pytest.raises(InvalidReplay) as e:
+        measure.run(replace(asked, url=server.url), Ticker(io.StringIO()), lambda *_: None)
 
-    assert (ended.returncode, ended.stdout) == (4, "")
-    assert "none of 4 requests completed: 4 http_500" in ended.stderr
+    assert e.value.exit_code == ExitCode.HOST
+    assert "none of 4 requests completed: 4 http_500" in e.value.message
 
 
 def test_several_models_are_listed_with_exit_2(tmp_path: Path) -> None:
-    """Which one is the user's to say."""
-    write_rows(tmp_path)
+    """Which one is the user's to say; a name that is not among them is refused as well."""
     with serving(tmp_path, None, "--served-model-name", "a", "b") as server:
-        ended = tune(tmp_path, "rows.jsonl", "--url", server.url)
-        assert remote.choose(remote.models(server.url), "b").name == "b"
+        offered = remote.models(server.url)
 
-    assert ended.returncode == 2
-    assert "a, b" in ended.stderr
+    assert remote.choose(offered, "b").name == "b"
+    for name in (None, "c"):
+        with pytest.raises(SpecError) as e:
+            remote.choose(offered, name)
+        assert (e.value.exit_code, str(e.value.hint)[-4:]) == (ExitCode.USAGE, "a, b")
+
+
+def test_a_row_longer_than_the_model_takes_is_refused_before_the_clock(tmp_path: Path) -> None:
+    """The server says how much it takes."""
+    asked = measure.Wanted(url="", workload=evenly(2, 0.01, input_len=5000))
+    with serving(tmp_path, None, "--max-model-len", "4096") as server, pytest.raises(SpecError, match="4096"):
+        measure.run(replace(asked, url=server.url), Ticker(io.StringIO()), lambda *_: None)
+
+
+def test_progress_is_a_line_a_phase_and_silent_between() -> None:
+    """Where nobody looks at a terminal."""
+    stream = io.StringIO()
+    ticker = Ticker(stream)
+    ticker.phase("warm-up", expected=5)
+    ticker.count(1, 20)
+    ticker.ended()
+
+    assert stream.getvalue() == "tune: warm-up (5 s)\n"
+
+
+def test_nothing_is_measured_for_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """A replay of an hour is not lost to a wrong path."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HostError, match="cannot be made"):
+        assemble.replay(measure.Wanted("http://127.0.0.1:1", evenly(1, 1.0)), tmp_path / "file", None, as_json=False)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tuner import metrics
 from tuner import slo as slos
 from tuner.metrics import DEFAULT_CLASSES, Records
 from tuner.seams import Replay
-from tuner.sinks.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
+from tuner.sinks.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from tuner.sinks.verdict import plain
 from tuner.slo import Slo
 from tuner.units import family
