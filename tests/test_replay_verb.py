@@ -21,7 +21,7 @@ from tuner import assemble, measure, metrics
 from tuner.errors import ExitCode, FailureKind, HostError, InvalidReplay, SpecError
 from tuner.replay import attempts, remote, run
 from tuner.replay.calibrate import check_fits, scale_of
-from tuner.replay.prompts import CHAT, PLAIN, WORDS, Prompts, Scale, merged, vocabulary_of
+from tuner.replay.prompts import CHAT, DIGITS, PLAIN, WORDS, Prompts, Scale, merged, vocabulary_of
 from tuner.seams import Measurement, Replay
 from tuner.sinks import bench, replayed, timeline
 from tuner.sinks.ticker import Ticker
@@ -284,15 +284,17 @@ def test_a_late_replay_is_made_again_once() -> None:
 
 @dataclass
 class Stub:
-    """A server of another make: it counts a word as a token and a third, and a chat as eleven more."""
+    """A server of another make: it knows words of the fourth letter on as one token, others letter by letter."""
 
     url: str = ""
+    knows_all: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     def prompt_tokens(self, body: dict[str, Any]) -> int:
         if "messages" not in body:
             return len(body["prompt"])
-        return 11 + round(4 / 3 * len(body["messages"][0]["content"].split()))
+        words = body["messages"][0]["content"].split()
+        return 11 + sum(1 if word >= "d" or self.knows_all else 2 * len(word) for word in words)
 
 
 @pytest.fixture
@@ -341,13 +343,13 @@ def stub() -> Iterator[Stub]:
 
 
 def test_chat_sends_text_of_about_the_recorded_length(stub: Stub, tmp_path: Path) -> None:
-    """Two requests before the clock tell how the server counts; what is left of a difference is a note."""
+    """Requests before the clock tell how the server counts; what is left of a difference is a note."""
     write_rows(tmp_path, count=8, longest=900)
     ended = tune(tmp_path, "rows.jsonl", "--url", stub.url, "--endpoint", "chat", "--warm-up", "0s", "--json")
 
     assert ended.returncode == 0, ended.stderr
     measured = [body for body in stub.bodies if body.get("stream")]
-    assert len(stub.bodies) == 2 + len(measured)
+    assert len(stub.bodies) == 4 + len(measured)
     assert sorted(stub.prompt_tokens(body) for body in measured) == pytest.approx([30] * 6 + [900] * 2, abs=1)
     assert {body["max_tokens"] for body in measured} == {6}
     assert any("off the recorded lengths by" in note for note in json.loads(ended.stdout)["notes"])
@@ -367,13 +369,25 @@ def test_null_removes_a_key_from_every_request(stub: Stub, tmp_path: Path) -> No
         assert (body["stream_options"], body["top_k"]) == ({"include_usage": True}, 5)
 
 
-def test_calibration_reads_the_template_and_the_price_of_a_word(stub: Stub) -> None:
-    """Of prompts that are too short for the template nothing is sent."""
+def test_calibration_takes_words_that_are_a_token_each(stub: Stub) -> None:
+    """Two requests for one token; keys of the user's own go with them."""
+    stub.knows_all = True
     scale = scale_of(stub.url, "other", {"top_k": 5, "stream_options": None})
 
-    assert (scale.per_word, scale.template) == (pytest.approx(4 / 3, abs=0.01), pytest.approx(11, abs=1))
-    assert all(body["top_k"] == 5 and body["max_tokens"] == 1 for body in stub.bodies)
-    check_fits(evenly(2, 0.1, input_len=40), scale)
+    assert (scale.per_word, scale.template, scale.alphabet) == (1, 11, tuple(WORDS))
+    assert [(body["top_k"], body["max_tokens"]) for body in stub.bodies] == [(5, 1), (5, 1)]
+
+
+def test_calibration_takes_digits_where_words_are_unequal(stub: Stub) -> None:
+    """Each costs the same, so that text of so many digits is of so many tokens."""
+    assert scale_of(stub.url, "other", {}) == Scale(11, 2, tuple(DIGITS))
+
+
+def test_prompts_shorter_than_the_template_are_refused() -> None:
+    """No text is that short."""
+    scale = Scale(template=11, per_word=1)
+
+    check_fits(evenly(2, 0.1, input_len=12), scale)
     with pytest.raises(SpecError, match="2 prompts are shorter than 12 tokens"):
         check_fits(evenly(2, 0.1, input_len=5), scale)
 
@@ -402,9 +416,16 @@ def test_text_shares_what_the_recorded_prompts_shared() -> None:
     assert prompts.text(Request(0, 100, 5), 3) != Prompts("other", 1024).text(Request(0, 100, 5), 3)
 
 
-def test_words_are_of_one_length_and_differ() -> None:
-    """So that a tokenizer of bytes counts them alike, and an id to the base of 64 is unique."""
-    assert (len(WORDS), len(set(WORDS)), {len(word) for word in WORDS}) == (64, 64, {4})
+def test_words_differ() -> None:
+    """So that an id to the base of 64 is unique."""
+    assert (len(WORDS), len(set(WORDS))) == (64, 64)
+
+
+def test_digits_tell_rows_apart_as_well() -> None:
+    """Ten of them hold every id; the first ones differ for neighbours."""
+    made = {Prompts("s", 1024).text(Request(0, 11, 5), n, Scale(alphabet=tuple(DIGITS)))[:20] for n in range(300)}
+
+    assert len(made) == 300
 
 
 def test_a_completion_without_extras_is_what_it_always_was() -> None:

@@ -21,7 +21,7 @@ from tuner.evaluate import telling
 from tuner.metrics import DEFAULT_CLASSES
 from tuner.replay import attempts, calibrate, remote
 from tuner.replay import run as replaying
-from tuner.replay.prompts import CHAT, COMPLETIONS, LEAST_VOCABULARY, PATHS, PLAIN, Scale, vocabulary_of
+from tuner.replay.prompts import CHAT, COMPLETIONS, DIGITS, LEAST_VOCABULARY, PATHS, PLAIN, Scale, vocabulary_of
 from tuner.results import Repeat, combine
 from tuner.seams import Measurement, Progress, Replay
 from tuner.serving import Json
@@ -178,11 +178,15 @@ def _look(asked: Wanted) -> _Target:
 
 
 def _chat_notes(workload: Workload, scale: Scale) -> list[str]:
-    counted = f"{scale.template:.0f} tokens for an empty chat and {scale.per_word:.3g} for a word"
+    counted = f"{scale.template:.0f} tokens for an empty chat and {scale.per_word:.3g} for {_noun(scale)}"
     notes = [f"prompts are text: the server counts {counted}"]
     if n := sum(isinstance(row.prompt, tuple) for row in workload.requests):
         notes.append(f"{n} rows have prompts of token ids, which a chat endpoint does not take: their text is made up")
     return notes
+
+
+def _noun(scale: Scale) -> str:
+    return "a digit" if len(scale.alphabet) == len(DIGITS) else "a word"
 
 
 def _replay(

@@ -10,14 +10,15 @@ and the first two tokens are the id itself, to the base of span, shifted by the 
 blocks never begin alike by chance. Text would drift in length; ids need no tokenizer.
 
 A chat endpoint takes text only. There the tokens are words, drawn the same way from 64 of four letters, the id
-first to the base of 64; how many words make the recorded length, a `Scale` says that was measured at the server
+first to the base of 64; from the ten digits where the server's tokenizer does not have these words, since digits
+cost the same in every one. How many words make the recorded length, a `Scale` says that was measured at the server
 (calibrate.py). Lengths are then right within a few tokens.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +35,15 @@ PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
 
 LEAST_VOCABULARY = 32_000  # every usual model has more
 
-# One token each in the usual vocabularies; of one length, so that a tokenizer of bytes counts them alike too.
+# One token each in the usual vocabularies.
 WORDS = (  # noqa: SIM905 (a list of 64 lines says no more)
     "time year work life hand part case week fact home room area book word game line "
     "city name team side kind head land face door body back food half road form rule "
     "plan view type cost rate town wall tree fire girl mind hour idea data list test "
     "lake file date page text note play step term care love loss size unit mark hall"
 ).split()
+DIGITS = list("0123456789")
+ID_BITS = 30  # of the id, at the beginning
 
 _GOLDEN, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -66,10 +69,11 @@ def vocabulary_of(model: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How a server counts text: tokens of an empty chat (its template), and tokens a word."""
+    """How a server counts text: tokens of an empty chat (its template), and tokens a word of an alphabet."""
 
     template: float = 0.0
     per_word: float = 1.0
+    alphabet: tuple[str, ...] = tuple(WORDS)
 
     def words(self, tokens: int) -> int:
         """Return how many words make a prompt of so many tokens, or a little less."""
@@ -107,18 +111,20 @@ class Prompts:
         """Return the prompt of the row with this number in words."""
         count = max(1, round((row.input_len - scale.template) / scale.per_word))
         if row.block_ids is None or row.block_size is None:
-            return " ".join(self._words("row", number, count))
+            return " ".join(self._words(scale.alphabet, "row", number, count))
         ends = [min(count, scale.words(row.block_size * (i + 1))) for i in range(len(row.block_ids) - 1)]
         sizes = np.diff([0, *ends, count])
         blocks = zip(row.block_ids, sizes, strict=True)
-        return " ".join(word for block, size in blocks for word in self._words("block", block, int(size)))
+        return " ".join(
+            word for block, size in blocks for word in self._words(scale.alphabet, "block", block, int(size))
+        )
 
-    def _words(self, kind: str, number: int, size: int) -> list[str]:
-        span, shift = len(WORDS), _key(self.salt)
+    def _words(self, alphabet: Sequence[str], kind: str, number: int, size: int) -> list[str]:
+        span, shift = len(alphabet), _key(self.salt)
         drawn = (_splitmix64(_key(f"{self.salt}/{kind}/{number}"), size) % np.uint64(span)).astype(np.int64)
-        encoded = [(number // span**i + shift) % span for i in range(5)]
-        drawn[:5] = encoded[:size]
-        return [WORDS[i] for i in drawn]
+        encoded = [(number // span**i + shift) % span for i in range(math.ceil(ID_BITS / math.log2(span)))]
+        drawn[: len(encoded)] = encoded[:size]
+        return [alphabet[i] for i in drawn]
 
     def body(
         self, model: str, row: Request, number: int, *, endpoint: str = COMPLETIONS,
