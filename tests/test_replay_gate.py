@@ -56,7 +56,7 @@ def test_percentiles_over_few_requests_are_mentioned() -> None:
 def test_limits_follow_from_the_promise() -> None:
     """5 % of a TTFT limit, and for the timer 10 % of an ITL limit, within bounds."""
     assert limits() == {
-        "send_lag_p99": 0.010, "send_lag_max": 0.250, "timer_lag_p99": 0.020, "timer_lag_max": 0.250, "client_cpu": 0.9,
+        "send_lag_p99": 0.010, "send_lag_max": 0.250, "timer_lag_p99": 0.020, "timer_lag_max": 0.250, "client_cpu_share": 0.9,
     }  # fmt: skip
     assert (limits(ttft_limit=1.0)["send_lag_p99"], limits(ttft_limit=1.0)["timer_lag_p99"]) == (0.05, 0.05)
     assert [limits(itl_limit=itl)["timer_lag_p99"] for itl in (0.02, 0.08, 1.0)] == [0.005, 0.008, 0.020]
@@ -73,10 +73,10 @@ def test_a_tight_itl_needs_a_better_timer() -> None:
 
 def test_a_full_core_is_too_much() -> None:
     """A client that has no CPU left measures itself."""
-    assert judge(seen(Row([0.5]), client_cpu=0.4)) == ()
-    assert "a client process used was 60% (limit 90%)" in judge(seen(Row([0.5]), client_cpu=0.6))[0]
+    assert judge(seen(Row([0.5]), client_cpu_share=0.4)) == ()
+    assert "a client process used was 60% (limit 90%)" in judge(seen(Row([0.5]), client_cpu_share=0.6))[0]
     with pytest.raises(InvalidReplay, match="a client process used was 95%"):
-        judge(seen(Row([0.5]), client_cpu=0.95))
+        judge(seen(Row([0.5]), client_cpu_share=0.95))
 
 
 def test_falling_behind_is_mentioned() -> None:

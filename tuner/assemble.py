@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from tuner import export as exporting
+from tuner import measure, metrics, units
 from tuner import plan as plans
 from tuner import spec as specs
 from tuner import workload as workloads
@@ -24,11 +25,14 @@ from tuner.errors import ExitCode, HostError, Interrupted, SpecError
 from tuner.evaluate import LiveEvaluator
 from tuner.plan import Plan
 from tuner.results import TrialResult, config_from_json, config_to_json, front, limits
-from tuner.seams import Sink
+from tuner.seams import Measurement, Sink
 from tuner.serving import Json
+from tuner.sinks import replayed
 from tuner.sinks import verdict as words
+from tuner.sinks.bench import to_bench
 from tuner.sinks.console import ConsoleSink
-from tuner.sinks.runfolder import RunFolder, write_atomically, write_json
+from tuner.sinks.runfolder import RunFolder, make_folder, write_atomically, write_json
+from tuner.sinks.ticker import Ticker
 from tuner.spec import Budget, StudySpec
 from tuner.study import store
 from tuner.study.loop import Study
@@ -231,6 +235,42 @@ def show(target: Path) -> str:
             shape = ", ".join(f"{key} {value:g}" for key, value in workloads.describe(rows).items())
             lines.append(f"{name}: {shape}")
     return "\n".join(lines) + "\n"
+
+
+def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, as_json: bool) -> int:
+    """Replay a workload at a URL, say and write what was found; return the exit code."""
+    for folder in filter(None, (out, bench_file and bench_file.parent)):
+        make_folder(folder)
+    ticker = Ticker()
+    try:
+        found = measure.run(asked, ticker, ticker.count)
+    finally:
+        ticker.ended()
+    if out is not None:
+        _keep(found, out)
+    if bench_file is not None:
+        lines = [json.dumps(to_bench(found, repeat)) for repeat in range(len(found.replays))]
+        write_atomically(bench_file, "\n".join(lines) + "\n")
+    with suppress(BrokenPipeError):
+        text = json.dumps(replayed.to_json(found), indent=1) + "\n" if as_json else _rendered(replayed.render(found))
+        print(text, end="", flush=True)
+    return ExitCode.SLO_NOT_MET if found.slos_met is False else ExitCode.OK
+
+
+def _keep(found: Measurement, out: Path) -> None:
+    """Write records, metrics and the picture of each repeat; of several, each in a folder of its own."""
+    from tuner.sinks import timeline  # noqa: PLC0415 (a second, only when asked for)
+
+    several = len(found.replays) > 1
+    if several:
+        write_json(out / "metrics.json", units.to_outside(found.metrics))
+    for number, (seen, repeat) in enumerate(zip(found.replays, found.repeats, strict=True), start=1):
+        folder = out / f"repeat-{number}" if several else out
+        make_folder(folder)
+        metrics.save(seen.records, folder / "records.npz")
+        write_json(folder / "metrics.json", units.to_outside(repeat.metrics))
+        title = f"{found.workload.name} at {found.url} ({found.model})" + (f", repeat {number}" if several else "")
+        (folder / "replay.png").write_bytes(timeline.figure_png(seen, found.slos, title=title))
 
 
 def _is_workload(target: Path) -> bool:

@@ -169,6 +169,75 @@ def run(  # noqa: PLR0917 (one parameter a flag)
 
 @app.command()
 @_guarded
+def replay(  # noqa: PLR0917 (one parameter a flag)
+    workload: Annotated[str, typer.Argument(help="A workload's folder, name or .jsonl file.")],
+    url: Annotated[str, typer.Option("--url", help="The server, with or without /v1.")],
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slo",
+            help="A promise, repeatable: ttft=500ms, itl_p95=50ms, ttft_p90.long=2s, attainment=0.99.",
+            metavar="METRIC=LIMIT",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The served model's name. Default: the only one there is.")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", help="completions (token ids, the default) or chat (text).")
+    ] = None,
+    rate_scale: Annotated[
+        float | None, typer.Option("--rate-scale", help="Replay at this multiple of the recorded request rate.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="Replays; the median is shown.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the prompts.")] = 0,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option("--vocab-size", help="Prompts are token ids below it. Default: the model's, else 32000."),
+    ] = None,
+    extra_body: Annotated[
+        str | None,
+        typer.Option(
+            "--extra-body",
+            help='Merged into each request; null removes a key that a server refuses: {"ignore_eos": null}.',
+            metavar="JSON",
+        ),
+    ] = None,
+    warm_up: Annotated[
+        str | None, typer.Option("--warm-up", help="How long made-up requests go first. Default: 5s; 0s for none.")
+    ] = None,
+    request_timeout: Annotated[
+        str | None, typer.Option("--request-timeout", help="How long one request may take. Default: no limit.")
+    ] = None,
+    drain_timeout: Annotated[
+        str | None,
+        typer.Option("--drain-timeout", help="How long requests may run after the last one went out. Default: 2min."),
+    ] = None,
+    processes: Annotated[int | None, typer.Option("--processes", help="Client processes.")] = None,
+    as_json: Annotated[  # noqa: FBT002 (a flag)
+        bool, typer.Option("--json", help="Print the whole result as one JSON object.")
+    ] = False,
+    bench_json: Annotated[
+        Path | None,
+        typer.Option("--bench-json", help="Write it as `vllm bench serve` does, a line a repeat.", metavar="FILE"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for records, metrics and a picture.", metavar="DIR")
+    ] = None,
+) -> int:
+    """Replay a workload against a server that is running, and report what it was like."""
+    from tuner import assemble, measure  # noqa: PLC0415
+
+    asked = measure.wanted(
+        workload, url, slo or (), rate_scale, seed, model=model, endpoint=endpoint, repeats=repeats,
+        vocab_size=vocab_size, extra_body=extra_body, warm_up=warm_up, request_timeout=request_timeout,
+        drain_timeout=drain_timeout, processes=processes,
+    )  # fmt: skip
+    return assemble.replay(asked, out, bench_json, as_json=as_json)
+
+
+@app.command()
+@_guarded
 def show(
     target: Annotated[Path, typer.Argument(help="A run folder, or a workload's.", metavar="RUN|WORKLOAD")],
 ) -> int:

@@ -4,7 +4,7 @@ TunerError                 message + hint + exit code
 |-- SpecError        2     a file, flag or SLO is wrong; says where
 |-- HostError        4     this host cannot do it: vLLM missing, GPU busy, clean-up not proven
 |-- Interrupted    130     the user stopped the study; everything measured so far is kept
-`-- TrialError             this trial gave no measurement; the study goes on
+`-- TrialError       4     this trial gave no measurement; a study goes on, a lone replay ends
     |-- StartError         the server exited or never became ready
     |-- ServerDied         the server ended while requests were running
     `-- InvalidReplay      the replay says nothing about the configuration
@@ -85,6 +85,8 @@ class Interrupted(TunerError):  # noqa: N818 (an interruption is not an error)
 
 class TrialError(TunerError):
     """One trial gave no measurement."""
+
+    exit_code = ExitCode.HOST
 
     def __init__(self, kind: FailureKind, message: str, *, hint: str | None = None, log: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint=hint)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuner import metrics, units
-from tuner.errors import FailureKind, HostError, InvalidReplay
-from tuner.replay import gate
+from tuner.errors import HostError
+from tuner.replay import attempts, gate
 from tuner.replay import run as replaying
 from tuner.results import Repeat
 from tuner.seams import Deployment, Evaluation, Launcher, Progress, Replay
@@ -94,8 +94,8 @@ class LiveEvaluator:
                 self._warm_up(config, deployment, progress)
             for number in range(1, self.spec.repeats + 1):
                 with watch.phase("replay"):
-                    seen, notes = self._replay(config, deployment, number, slos, progress)
-                repeats.append(self._write_down(seen, notes, slos, directory / f"repeat-{number}"))
+                    seen = self._replay(config, deployment, number, slos, progress)
+                repeats.append(self._write_down(seen, slos, directory / f"repeat-{number}"))
             progress.phase("stopping")
             with watch.phase("stop"):
                 stack.close()
@@ -114,10 +114,11 @@ class LiveEvaluator:
 
     def _replay(
         self, config: ServingConfig, deployment: Deployment, number: int, slos: Sequence[Slo], progress: Progress
-    ) -> tuple[Replay, tuple[str, ...]]:
+    ) -> Replay:
         """Replay once, and once more when the client could not drive it; then the trial is invalid."""
         keys = [*self.spec.objective_metrics, *(s.metric for s in slos)]
-        for attempt in (1, 2):
+
+        def once(attempt: int) -> Replay:
             again = " again: the client was late" if attempt == 2 else ""
             progress.phase(f"replay {number} of {self.spec.repeats}{again}", expected=self.workload.span)
             salt = f"{self.spec.seed}/{number}/{attempt}"
@@ -126,24 +127,21 @@ class LiveEvaluator:
                     deployment.url, served_name(config), self.workload, salt=salt,
                     vocab_size=self.vocab_size, check_alive=deployment.check_alive,
                 )  # fmt: skip
-            seen = replaying.replay(
+            return replaying.replay(
                 deployment.url, served_name(config), self.workload, salt=salt, vocab_size=self.vocab_size,
                 metrics_urls=deployment.metrics_urls, drain_timeout=self.spec.workload.drain_timeout,
                 check_alive=deployment.check_alive,
             )  # fmt: skip
-            try:
-                cautions = gate.judge(
-                    seen, ttft_limit=tightest(slos, "ttft"), itl_limit=tightest(slos, "itl"), keys=keys,
-                    classes=self.spec.workload.classes,
-                )  # fmt: skip
-            except InvalidReplay as error:
-                if error.kind is not FailureKind.CLIENT_LAG or attempt == 2:
-                    raise
-            else:
-                return seen, (*seen.notes, *cautions)
-        raise AssertionError("the second attempt returns or raises")
 
-    def _write_down(self, seen: Replay, notes: tuple[str, ...], slos: Sequence[Slo], folder: Path) -> Repeat:
+        def judge(seen: Replay) -> tuple[str, ...]:
+            return gate.judge(
+                seen, ttft_limit=tightest(slos, "ttft"), itl_limit=tightest(slos, "itl"), keys=keys,
+                classes=self.spec.workload.classes,
+            )  # fmt: skip
+
+        return attempts.valid(once, judge)
+
+    def _write_down(self, seen: Replay, slos: Sequence[Slo], folder: Path) -> Repeat:
         folder.mkdir(parents=True, exist_ok=True)
         numbers = {**self._numbers(seen, slos), **seen.client, **seen.server}
         counters = {name: value - seen.counters_before.get(name, 0.0) for name, value in seen.counters_after.items()}
@@ -152,7 +150,7 @@ class LiveEvaluator:
         write_json(folder / "metrics.json", units.to_outside(numbers))
         most = gate.limits(tightest(slos, "ttft"), tightest(slos, "itl"))
         write_json(folder / "client.json", {"facts": units.to_outside(seen.client), "limits": units.to_outside(most)})
-        return Repeat(numbers, telling(counters), notes)
+        return Repeat(numbers, telling(counters), seen.notes)
 
     def _numbers(self, seen: Replay, slos: Sequence[Slo]) -> dict[str, float]:
         """Summarise; limits still relative are relative to this very replay (it is the default's)."""

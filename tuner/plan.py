@@ -1,6 +1,5 @@
 """A study checked against this host: everything that can be wrong is found before a server starts."""
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from tuner import tiny_model, units
 from tuner import workload as workloads
 from tuner.deployment import gpu, probe
 from tuner.errors import HostError, SpecError
+from tuner.replay.prompts import LEAST_VOCABULARY, vocabulary_of
 from tuner.serving import Json, ServingConfig, to_argv
 from tuner.spec import StudySpec
 from tuner.study import space
@@ -22,7 +22,6 @@ QUICKSTART, ON_GPU = "cpu-quickstart", "qwen2.5-7b-instruct-4090"
 # What starting and stopping a server takes when no run has told yet; for the estimate of --dry-run alone.
 ASSUMED_START = {"cpu": 35.0, "cuda": 90.0}
 STOPPING = 4.0
-LEAST_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +130,8 @@ def check(
     if isinstance(model_len, int):
         workloads.check_fits(workload, model_len)
     gpus = _gpus(spec, found)
-    vocabulary = vocab_size if isinstance(vocab_size, int) else _vocab_size(served.model)
+    vocabulary = vocab_size if isinstance(vocab_size, int) else vocabulary_of(served.model) or LEAST_VOCABULARY
     return Plan(served, source, workload, default, base, host, found, gpus, vocabulary, tuple(notes))
-
-
-def _vocab_size(model: str) -> int:
-    """Return the model's vocabulary where its folder is here, else one that every usual model exceeds."""
-    try:
-        found = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return LEAST_VOCABULARY
-    return int(found)
 
 
 def _model(name: str) -> str:

@@ -11,6 +11,7 @@ from tuner.results import Repeat, TrialResult
 from tuner.serving import Json, ServingConfig
 from tuner.slo import Slo
 from tuner.spec import StudySpec
+from tuner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Replay:
         counters_before, counters_after: the server's own counters ("vllm:num_preemptions_total" and the like,
             summed over labels) around the measured window; empty when the server has no metrics endpoint.
         heartbeat_lag: how late each beat of a 10 ms timer beside the client was, in seconds.
-        client: what the client says of itself ("send_lag_p99", "client_cpu"; see `replay.gate.facts`).
+        client: what the client says of itself ("send_lag_p99", "client_cpu_share"; see `replay.gate.facts`).
         server: the server's own figures for the same requests ("server_ttft_mean"), where it has any.
         notes: what a reader of the numbers must know, in words.
     """
@@ -36,6 +37,44 @@ class Replay:
     notes: tuple[str, ...] = ()
     client: Mapping[str, float] = field(default_factory=dict)
     server: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What replays of a workload at a URL found.
+
+    Attributes:
+        url: of the server, without /v1.
+        model: the served model's name.
+        endpoint: "completions" or "chat".
+        workload: the rows as they were sent.
+        seed: of the prompts.
+        slos: with limits in numbers.
+        replays: what each repeat saw.
+        repeats: the numbers of each repeat.
+        metrics: the median over repeats of each metric that every repeat has.
+        notes: what a reader must know of all repeats, in words.
+        started: wall clock, seconds since the epoch; a label only.
+    """
+
+    url: str
+    model: str
+    endpoint: str
+    workload: Workload
+    seed: int
+    slos: tuple[Slo, ...]
+    replays: tuple[Replay, ...]
+    repeats: tuple[Repeat, ...]
+    metrics: Mapping[str, float]
+    notes: tuple[str, ...]
+    started: float
+
+    @property
+    def slos_met(self) -> bool | None:
+        """Whether every SLO is met, None without SLOs; one that could not be measured is missed."""
+        if not self.slos:
+            return None
+        return all((excess := slo.excess(self.metrics)) is not None and excess <= 0 for slo in self.slos)
 
 
 class Deployment(Protocol):

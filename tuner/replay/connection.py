@@ -21,6 +21,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import httptools
 
+from tuner.replay.prompts import COMPLETIONS, PATHS
 from tuner.replay.stream import Completion, message_of
 from tuner.replay.tape import Tape
 
@@ -40,7 +41,7 @@ class Target:
     """Where requests go: a server's URL, with or without /v1, and what is asked there."""
 
     url: str
-    endpoint: str = "completions"
+    endpoint: str = COMPLETIONS
 
     @property
     def base(self) -> str:
@@ -65,9 +66,8 @@ class Target:
     @cached_property
     def _head(self) -> str:
         parts = urlsplit(self.base)
-        path = "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
         lines = [
-            f"POST {quote(unquote(parts.path))}{path} HTTP/1.1",
+            f"POST {quote(unquote(parts.path))}{PATHS[self.endpoint]} HTTP/1.1",
             f"Host: {parts.netloc.rpartition('@')[2]}",
             "Content-Type: application/json",
             "Accept-Encoding: identity",

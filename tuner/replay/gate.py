@@ -13,6 +13,7 @@ from tuner import metrics
 from tuner.errors import FailureKind, InvalidReplay
 from tuner.metrics import Floats, Records, Sample
 from tuner.replay import client, connection, stream
+from tuner.replay.prompts import CHAT, COMPLETIONS
 from tuner.seams import Replay
 from tuner.units import format_ms
 
@@ -23,13 +24,15 @@ LEAST_TIMER_P99, SHARE_OF_ITL = 0.005, 0.10
 LAG_MAX = TIMER_MAX = 0.250
 CPU_SHARE = 0.9
 TOKENS_PER_CHUNK, SAME_READ = 1.05, 0.05
+# Text for a chat endpoint is sized by words: what a prompt may be off by, in tokens or as a share.
+CHAT_OFF_TOKENS, CHAT_OFF_SHARE = 5, 0.02
 
 _WORDS = {
     "send_lag_p99": "send lag p99",
     "send_lag_max": "send lag max",
     "timer_lag_p99": "lag of the 10 ms timer p99",
     "timer_lag_max": "lag of the 10 ms timer max",
-    "client_cpu": "the share of a core that a client process used",
+    "client_cpu_share": "the share of a core that a client process used",
 }
 _CLEAN_BUT_WRONG = (stream.SHORT, stream.LONG)
 _LENGTH_HINTS = {
@@ -48,7 +51,7 @@ def limits(ttft_limit: float | None = None, itl_limit: float | None = None) -> d
         "send_lag_max": LAG_MAX,
         "timer_lag_p99": timer,
         "timer_lag_max": TIMER_MAX,
-        "client_cpu": CPU_SHARE,
+        "client_cpu_share": CPU_SHARE,
     }
 
 
@@ -93,6 +96,7 @@ def judge(
     itl_limit: float | None = None,
     keys: Iterable[str] = (),
     classes: metrics.Classes = metrics.DEFAULT_CLASSES,
+    endpoint: str = COMPLETIONS,
 ) -> tuple[str, ...]:
     """Refuse a replay whose numbers say nothing about the server; return what to be careful about.
 
@@ -102,6 +106,7 @@ def judge(
         itl_limit: the ITL SLO, likewise.
         keys: the metrics that matter, to warn of percentiles over too few requests.
         classes: ranges of prompt lengths by name, as the keys use them.
+        endpoint: text for "chat" is sized by words, and may be off by a few tokens.
 
     Raises:
         InvalidReplay: the client was late, lengths were not the recorded ones, or nothing completed.
@@ -111,7 +116,7 @@ def judge(
     notes = list(_check_client(found, limits(ttft_limit, itl_limit)))
     _check_sockets(records)
     _check_something_completed(seen)
-    _check_lengths(records)
+    _check_lengths(records, endpoint)
     return (*notes, *_stream_notes(records), *metrics.warnings(records, keys, classes))
 
 
@@ -120,7 +125,7 @@ def _check_client(found: Mapping[str, float], most: Mapping[str, float]) -> Iter
     for name, limit in most.items():
         if (value := found.get(name)) is None:
             continue
-        if name == "client_cpu":
+        if name == "client_cpu_share":
             words = f"{_WORDS[name]} was {value:.0%} (limit {limit:.0%})"
         else:
             words = f"{_WORDS[name]} was {format_ms(value)} (limit {format_ms(limit)})"
@@ -162,18 +167,17 @@ def _check_something_completed(seen: Replay) -> None:
     )
 
 
-def _check_lengths(records: Records) -> None:
+def _check_lengths(records: Records, endpoint: str) -> None:
     done = records.is_completed
-    for what, got, asked, wrong in (
-        ("prompt", records.prompt_tokens, records.input_len, done),
-        (
-            "output",
-            records.completion_tokens,
-            records.output_len,
-            np.isin(records.error, _CLEAN_BUT_WRONG) | done,
-        ),
+    ended = np.isin(records.error, _CLEAN_BUT_WRONG) | done
+    prompt_off = np.zeros(len(records))
+    if endpoint == CHAT:
+        prompt_off = np.maximum(CHAT_OFF_TOKENS, CHAT_OFF_SHARE * records.input_len)
+    for what, got, asked, wrong, allowed in (
+        ("prompt", records.prompt_tokens, records.input_len, done, prompt_off),
+        ("output", records.completion_tokens, records.output_len, ended, np.zeros(len(records))),
     ):
-        off = np.flatnonzero(wrong & ~np.isnan(got) & (got != asked))
+        off = np.flatnonzero(wrong & ~np.isnan(got) & (np.abs(got - asked) > allowed))
         if len(off):
             row = off[0]
             raise InvalidReplay(

@@ -16,7 +16,7 @@ from tuner.replay import crew, gate, selftest
 from tuner.replay.client import Driver, Load, Seen, cancel, finish
 from tuner.replay.connection import Target, clock
 from tuner.replay.counters import compare, scrape
-from tuner.replay.prompts import Prompts
+from tuner.replay.prompts import COMPLETIONS, PLAIN, Prompts, Scale
 from tuner.replay.schedule import Schedule, schedule, warm_prefixes, warm_up_rows
 from tuner.seams import Replay
 from tuner.serving import Json
@@ -35,7 +35,6 @@ Result = TypeVar("Result")
 CheckAlive = Callable[[], None]
 OnProgress = Callable[[int, int], None]
 ExtraBody = Mapping[str, Json]
-judge = gate.judge
 
 
 def _nothing(*_: object) -> None:
@@ -53,8 +52,9 @@ def warm_up(
     duration: float,
     seed: int,
     vocab_size: int,
-    endpoint: str = "completions",
+    endpoint: str = COMPLETIONS,
     extra_body: ExtraBody | None = None,
+    scale: Scale = PLAIN,
     check_alive: CheckAlive = _nothing,
 ) -> None:
     """Send made-up requests like the workload's for `duration` seconds and wait for their answers.
@@ -62,7 +62,7 @@ def warm_up(
     Their prompts have a salt of their own: nothing of the measured rows is in the cache afterwards.
     """
     rows = warm_up_rows(workload, duration=duration, seed=seed)
-    sending = _Sending(Target(url, endpoint), model, Prompts(f"warm-up {seed}", vocab_size), extra_body)
+    sending = _Sending(Target(url, endpoint), model, Prompts(f"warm-up {seed}", vocab_size), _Form(extra_body, scale))
     _alone(sending.job(schedule(rows), drain_timeout=WARM_UP_DRAIN)(), _Watch(check_alive, _nothing, len(rows)))
 
 
@@ -74,8 +74,9 @@ def warm_prefix(
     salt: str,
     vocab_size: int,
     capacity: int | None = None,
-    endpoint: str = "completions",
+    endpoint: str = COMPLETIONS,
     extra_body: ExtraBody | None = None,
+    scale: Scale = PLAIN,
     check_alive: CheckAlive = _nothing,
 ) -> int:
     """Prefill what the window will hit of the workload's history; return how many tokens that were.
@@ -88,13 +89,14 @@ def warm_prefix(
         vocab_size: of the model.
         capacity: tokens that the server's KV cache holds; the oldest prefixes beyond it are left out.
         endpoint: "completions" or "chat".
-        extra_body: more keys for each request's body; a value of None takes a key out.
+        extra_body: merged into every request's body; null removes a key.
+        scale: how the server counts text, for chat (see calibrate.py).
         check_alive: raises ServerDied.
     """
     rows = warm_prefixes(workload, capacity)
     if not rows:
         return 0
-    sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), extra_body)
+    sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), _Form(extra_body, scale))
     driver = Driver(sending.job(schedule(rows), request_timeout=WARM_UP_DRAIN)())
     finish(_watched(driver, driver.in_order(PREFIX_STREAMS), _Watch(check_alive, _nothing, len(rows))))
     return sum(row.input_len for row in rows)
@@ -107,8 +109,9 @@ def replay(
     *,
     salt: str,
     vocab_size: int,
-    endpoint: str = "completions",
+    endpoint: str = COMPLETIONS,
     extra_body: ExtraBody | None = None,
+    scale: Scale = PLAIN,
     metrics_urls: Sequence[str] = (),
     drain_timeout: float = 120.0,
     request_timeout: float | None = None,
@@ -125,7 +128,8 @@ def replay(
         salt: what makes this repeat's prompts different from another's.
         vocab_size: of the model; prompts are ordinary tokens below it.
         endpoint: "completions" or "chat".
-        extra_body: more keys for each request's body; a value of None takes a key out.
+        extra_body: merged into every request's body; null removes a key.
+        scale: how the server counts text, for chat (see calibrate.py).
         metrics_urls: Prometheus endpoints, read before and after, never during the window.
         drain_timeout: seconds that requests may still run after the last one was sent.
         request_timeout: seconds that one request may take, if it is limited.
@@ -138,7 +142,7 @@ def replay(
     """
     plan = schedule(workload.requests)
     crowd = _Crowd(min(processes, len(plan.rows)), "") if processes else _crowd(plan)
-    sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), extra_body)
+    sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), _Form(extra_body, scale))
     job = sending.job(plan, request_timeout=request_timeout, drain_timeout=drain_timeout)
     watch = _Watch(check_alive, on_progress, len(plan.rows))
     before = finish(scrape(metrics_urls))
@@ -167,13 +171,21 @@ def replay(
 
 
 @dataclass(frozen=True, slots=True)
+class _Form:
+    """What bodies have beside the prompt, and how text is sized."""
+
+    extra_body: ExtraBody | None
+    scale: Scale
+
+
+@dataclass(frozen=True, slots=True)
 class _Job:
     """Rows and how they are sent; makes the load in the process that sends it."""
 
     target: Target
     model: str
     prompts: Prompts
-    extra_body: ExtraBody | None
+    form: "_Form"
     rows: tuple[Request, ...]
     numbers: tuple[int, ...]
     due: Floats
@@ -186,12 +198,19 @@ class _Job:
 
     def __call__(self) -> Load:
         """Return the load, its bodies laid out."""
-        bodies = (self.prompts.body(self.model, row, n) for row, n in zip(self.rows, self.numbers, strict=True))
+        requests = [self._request(row, number) for row, number in zip(self.rows, self.numbers, strict=True)]
         return Load(
-            self.target, [self.target.request(body) for body in bodies], self.due,
+            self.target, requests, self.due,
             [row.input_len for row in self.rows], [row.output_len for row in self.rows],
             self.request_timeout, self.drain_timeout,
         )  # fmt: skip
+
+    def _request(self, row: Request, number: int) -> bytes:
+        body = self.prompts.body(
+            self.model, row, number, endpoint=self.target.endpoint, extra_body=self.form.extra_body,
+            scale=self.form.scale,
+        )  # fmt: skip
+        return self.target.request(body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +220,14 @@ class _Sending:
     target: Target
     model: str
     prompts: Prompts
-    extra_body: ExtraBody | None = None
+    form: "_Form"
 
     def job(
         self, plan: Schedule, *, request_timeout: float | None = None, drain_timeout: float = WARM_UP_DRAIN
     ) -> _Job:
         """Return the job of sending all rows of a schedule."""
         return _Job(
-            self.target, self.model, self.prompts, self.extra_body, plan.rows, tuple(range(len(plan.rows))), plan.due,
+            self.target, self.model, self.prompts, self.form, plan.rows, tuple(range(len(plan.rows))), plan.due,
             request_timeout, drain_timeout,
         )  # fmt: skip
 
@@ -292,7 +311,7 @@ def _facts(seen: Seen, parts: Sequence[Seen]) -> dict[str, float]:
     found = gate.facts(seen.records, seen.heartbeat_lag)
     found |= {"client_processes": float(len(parts)), "connections_opened": float(seen.opened)}
     if shares := [part.cpu / part.wall for part in parts if part.wall > 0]:
-        found["client_cpu"] = max(shares)
+        found["client_cpu_share"] = max(shares)
     if tokens := float(np.nansum(seen.records.completion_tokens)):
         found["client_cpu_per_token"] = seen.cpu / tokens
     return found

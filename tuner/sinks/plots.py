@@ -19,17 +19,10 @@ from tuner import slo as slos
 from tuner import units
 from tuner.results import TrialResult, default_of, differences, flat, front, recommend
 from tuner.serving import Json
+from tuner.sinks.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from tuner.sinks.verdict import configuration_of, metric_name, plain, slo_state
 from tuner.slo import Slo
 
-BLUE, GREY, GREEN, ORANGE, VERMILION, PURPLE = (
-    "#0072b2",
-    "#8c8c8c",
-    "#009e73",
-    "#e69f00",
-    "#d55e00",
-    "#aa3377",
-)
 MARGIN = 0.12  # of the axis, in decades, around points and limits
 MOST_LABELS = 40
 

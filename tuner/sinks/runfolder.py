@@ -48,6 +48,20 @@ def write_atomically(path: Path, text: str) -> None:
         ) from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder that may be there already.
+
+    Raises:
+        HostError: it cannot be made or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HostError(f"{path}: cannot be made: {error.strerror}", hint="give another folder") from error
+    if not os.access(path, os.W_OK):
+        raise HostError(f"{path}: cannot be written", hint="give another folder")
+
+
 class RunFolder:
     """A study's folder on disk; answers for `seams.Archive`."""
 

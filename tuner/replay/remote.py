@@ -1,0 +1,118 @@
+"""Ask a server that is there already: which models it serves, and whether it has counters.
+
+Before the clock starts only. Plain HTTP with a deadline, past any proxy.
+"""
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tuner.errors import HostError, SpecError
+from tuner.serving import Json
+
+DEADLINE = 10.0
+MOST_BYTES = 1 << 22
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as the server lists it; root is where it was loaded from, both "" and None are not said."""
+
+    name: str
+    root: str = ""
+    max_model_len: int | None = None
+
+
+def base_of(url: str) -> str:
+    """Return the URL without /v1.
+
+    Raises:
+        SpecError: not a URL that requests can go to.
+    """
+    base = url.rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        parts = urlsplit(base)
+        is_fine = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_fine = False
+    if not is_fine:
+        raise SpecError(f"--url {url}: not a URL of a server", hint="write for example --url http://127.0.0.1:8000")
+    return base
+
+
+def models(base: str, *, deadline: float = DEADLINE) -> tuple[Served, ...]:
+    """Return the models that a server offers.
+
+    Raises:
+        HostError: nobody answers, or not as an OpenAI-compatible server does.
+    """
+    try:
+        listed = ask(f"{base}/v1/models", deadline=deadline)["data"]
+        return tuple(_served(model) for model in listed)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise HostError(f"{base}/v1/models: not the answer of an OpenAI-compatible server") from error
+
+
+def _served(model: dict[str, Any]) -> Served:
+    longest = model.get("max_model_len")
+    return Served(str(model["id"]), str(model.get("root") or ""), longest if isinstance(longest, int) else None)
+
+
+def choose(offered: tuple[Served, ...], name: str | None) -> Served:
+    """Return the model that is meant.
+
+    Raises:
+        SpecError: there is no such model, or several and no name; lists them.
+    """
+    listed = ", ".join(model.name for model in offered) or "none"
+    if name is None and len(offered) == 1:
+        return offered[0]
+    if name is None:
+        raise SpecError(f"--model is needed: the server offers {len(offered)} models", hint=f"one of: {listed}")
+    if (found := next((model for model in offered if model.name == name), None)) is None:
+        raise SpecError(f"--model {name}: the server does not offer it", hint=f"it offers: {listed}")
+    return found
+
+
+def has_counters(base: str, *, deadline: float = DEADLINE) -> bool:
+    """Return whether the server has a metrics endpoint of Prometheus' form."""
+    try:
+        return b"# TYPE" in _fetch(f"{base}/metrics", None, deadline)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def ask(url: str, body: Mapping[str, Json] | None = None, *, deadline: float = DEADLINE) -> Any:
+    """Return the JSON that a server answers, to a GET or, with a body, to a POST.
+
+    Raises:
+        HostError: no answer within the deadline, an error, or no JSON; says what the server said.
+    """
+    try:
+        return json.loads(_fetch(url, body, deadline))
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read(300).decode(errors="replace").split())
+        hint = "set VLLM_API_KEY or OPENAI_API_KEY" if error.code in {401, 403} else None
+        raise HostError(f"{url}: the server answers {error.code}: {said}", hint=hint) from error
+    except (OSError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", None) or error
+        raise HostError(f"{url}: nobody answers: {why}", hint="is the server up, and --url right?") from error
+    except ValueError as error:
+        raise HostError(f"{url}: the answer is not JSON", hint="is this an OpenAI-compatible server?") from error
+
+
+def _fetch(url: str, body: Mapping[str, Json] | None, deadline: float) -> bytes:
+    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    with _DIRECT.open(urllib.request.Request(url, data, headers), timeout=deadline) as answer:  # noqa: S310 (base_of)
+        text: bytes = answer.read(MOST_BYTES)
+    return text
