@@ -56,7 +56,8 @@ def test_percentiles_over_few_requests_are_mentioned() -> None:
 def test_limits_follow_from_the_promise() -> None:
     """5 % of a TTFT limit, and for the timer 10 % of an ITL limit, within bounds."""
     assert limits() == {
-        "send_lag_p99": 0.010, "send_lag_max": 0.250, "timer_lag_p99": 0.020, "timer_lag_max": 0.250, "client_cpu_share": 0.9,
+        "send_lag_p99": 0.010, "send_lag_max": 0.250, "timer_lag_p99": 0.020, "timer_lag_max": 0.250,
+        "client_cpu_share": 0.9,
     }  # fmt: skip
     assert (limits(ttft_limit=1.0)["send_lag_p99"], limits(ttft_limit=1.0)["timer_lag_p99"]) == (0.05, 0.05)
     assert [limits(itl_limit=itl)["timer_lag_p99"] for itl in (0.02, 0.08, 1.0)] == [0.005, 0.008, 0.020]

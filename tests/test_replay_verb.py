@@ -19,7 +19,7 @@ from replay_data import Row, evenly, free_port, records, serving, workload
 
 from tuner import assemble, measure, metrics
 from tuner.errors import ExitCode, FailureKind, HostError, InvalidReplay, SpecError
-from tuner.replay import attempts, remote
+from tuner.replay import attempts, gate, remote
 from tuner.replay.calibrate import check_fits, scale_of
 from tuner.replay.prompts import CHAT, DIGITS, PLAIN, WORDS, Prompts, Scale, merged, vocabulary_of
 from tuner.seams import Measurement, Replay
