@@ -58,10 +58,21 @@ def main() -> int:
     if options.what == "install":
         return 0
     started = time.monotonic()
-    words = {"run": [venv / "bin/tune", "run", STUDY], "test": [venv / "bin/python", "-m", "pytest"]}[options.what]
-    code = subprocess.run([*words, *rest], cwd=ROOT, env=clean_environment() | extra, check=False).returncode
+    commands = [[venv / "bin/tune", "run", STUDY, *rest]] if options.what == "run" else tests(venv / "bin/python", rest)
+    env = clean_environment() | extra
+    codes = [subprocess.run(words, cwd=ROOT, env=env, check=False).returncode for words in commands]
+    code = next(filter(None, codes), 0)
     say(f"{'study' if options.what == 'run' else 'tests'}: {time.monotonic() - started:.0f} s")
     return code
+
+
+def tests(python: Path, rest: list[str]) -> list[list[str | Path]]:
+    """Return the commands of the tests: first those that may share the machine, then those that look at the clock."""
+    pytest = [python, "-m", "pytest"]
+    if rest:
+        return [[*pytest, *rest]]
+    alone = "timing or live or browser"
+    return [[*pytest, "-q", "-n", "2", "--dist", "loadfile", "-m", f"not ({alone})"], [*pytest, "-m", alone]]
 
 
 def say(text: str) -> None:

@@ -15,6 +15,8 @@ from benchmarks.replay.load import Load, Seen, evenly, poisson, read_trace
 from benchmarks.replay.measure import Ran, Truth
 from benchmarks.replay.peers import AbsentError, Client
 
+pytestmark = pytest.mark.timing
+
 REPORTS = Path(__file__).with_name("data") / "replay_clients"
 QUICK = Load("quick", evenly(0.02, 5), prompt_tokens=8, output_tokens=4, ttft=0.03, itl=0.01)
 

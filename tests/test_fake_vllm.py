@@ -17,6 +17,8 @@ from tuner.metrics import Floats
 from tuner.replay.counters import parse_counters
 from tuner.replay.stream import Completion, EventParser
 
+pytestmark = pytest.mark.timing
+
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}
 

@@ -100,6 +100,8 @@ from tuner.seams import Replay
 from tuner.slo import Slo
 from tuner.workload import Request
 
+pytestmark = pytest.mark.timing
+
 NEWLINES = ["\n", "\r\n", "\r"]
 
 

@@ -17,6 +17,8 @@ from tuner.replay.connection import Connection, Exchange, Pool, Target, clock
 from tuner.replay.tape import Tape
 from tuner.workload import Request
 
+pytestmark = pytest.mark.timing
+
 EVENT = b'data: {"choices":[{"text":" a"}],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n'
 STREAM = EVENT + b"data: [DONE]\n\n"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"

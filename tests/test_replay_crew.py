@@ -16,6 +16,8 @@ from tuner.replay import crew, run, selftest
 from tuner.replay.client import Seen
 from tuner.seams import Replay
 
+pytestmark = pytest.mark.timing
+
 
 def play(url: str, rows: int, *, processes: int | None, check_alive: object = lambda: None) -> Replay:
     what = evenly(rows, 0.02)

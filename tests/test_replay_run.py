@@ -18,6 +18,8 @@ from tuner.replay.client import allow_open_files
 from tuner.replay.gate import judge
 from tuner.workload import Request, Workload
 
+pytestmark = pytest.mark.timing
+
 # --- What a replay sees -----------------------------------------------------------------------------------
 
 

@@ -27,6 +27,8 @@ from replay_data import evenly
 from tuner import metrics
 from tuner.errors import InvalidReplay
 from tuner.replay import gate, run
+
+pytestmark = pytest.mark.timing
 os.sched_setaffinity(0, {int(sys.argv[2])})
 os.nice(int(sys.argv[3]))
 seen = run.replay(sys.argv[1], "m", evenly(150, 0.01), salt="a", vocab_size=1024, drain_timeout=30)

@@ -28,6 +28,8 @@ from tuner.sinks.ticker import Ticker
 from tuner.slo import parse
 from tuner.workload import Request
 
+pytestmark = pytest.mark.timing
+
 # From vLLM 0.26.0, vllm/benchmarks/serve.py: main_async and benchmark, percentile metrics ttft, tpot, itl, e2el.
 BENCH_KEYS = set(
     "date endpoint_type backend label model_id tokenizer_id num_prompts request_rate burstiness max_concurrency "  # noqa: SIM905
