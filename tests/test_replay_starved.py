@@ -20,6 +20,8 @@ from tuner.replay import run
 from tuner.replay.gate import judge
 from tuner.seams import Replay
 
+pytestmark = pytest.mark.timing
+
 CLIENT = """
 import json, os, sys
 from pathlib import Path
@@ -27,8 +29,6 @@ from replay_data import evenly
 from tuner import metrics
 from tuner.errors import InvalidReplay
 from tuner.replay import gate, run
-
-pytestmark = pytest.mark.timing
 os.sched_setaffinity(0, {int(sys.argv[2])})
 os.nice(int(sys.argv[3]))
 seen = run.replay(sys.argv[1], "m", evenly(150, 0.01), salt="a", vocab_size=1024, drain_timeout=30)
@@ -96,9 +96,9 @@ def test_a_client_without_cpu_is_found_out_or_right(tmp_path: Path, nice: int) -
 def test_a_client_that_stood_still_is_found_out(tmp_path: Path) -> None:
     """Stopped for 0.6 s in mid-replay, as by a debugger or a sleeping laptop."""
     with serving(tmp_path) as server:
-        pause = f"sleep 0.7; kill -STOP {os.getpid()}; sleep 0.6; kill -CONT {os.getpid()}"
+        pause = f"sleep 1; kill -STOP {os.getpid()}; sleep 0.6; kill -CONT {os.getpid()}"
         stopping = subprocess.Popen(["sh", "-c", pause])
-        seen = run.replay(server.url, "m", evenly(100, 0.02), salt="a", vocab_size=VOCAB_SIZE)
+        seen = run.replay(server.url, "m", evenly(150, 0.02), salt="a", vocab_size=VOCAB_SIZE)
         stopping.wait(10)
 
     with pytest.raises(InvalidReplay, match="could not keep the schedule") as caught:

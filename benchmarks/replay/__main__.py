@@ -243,7 +243,7 @@ def spread(row: Row, path: Sequence[str], form: str) -> str:
     return f"{format(min(values), form)}..{format(max(values), form)}" if values else ""
 
 
-def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
+def checks(rows: Sequence[Row], top: str) -> Iterator[tuple[str, bool]]:
     """Yield what tune's client is held to, and whether it is so."""
     for row in rows:
         if row.client != "ours" or row.median("itl_error", "p99") is None:  # the rows of one token are only shown
@@ -259,7 +259,8 @@ def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
             yield f"{row.load}: {name.upper()} p99 error {found:+.2f} ms <= {limit:.2f} ms {words}", abs(found) <= limit
         if (outside := row.median("outside_cpu_s")) is not None:
             yield f"{row.load}: start-up and report {outside:.2f} s CPU < {MOST_OUTSIDE:g} s", outside < MOST_OUTSIDE
-        if (cost := row.median("us_per_token")) is not None:
+        # The figure is one of 10,000 tokens/s: with less to do, more of the cost is waking up.
+        if row.load == top and (cost := row.median("us_per_token")) is not None:
             yield f"{row.load}: {cost:.1f} us/token <= {MOST_US_PER_TOKEN:g}", cost <= MOST_US_PER_TOKEN
 
 
@@ -301,7 +302,7 @@ def report(rows: Sequence[Row], top: str) -> None:
         late = row.median("server_late", "p99")
         if late is not None and late > SERVER_IN_TIME:
             print(f"note: {row.load}: {row.client}: the server was late by {late:.1f} ms (p99): is the machine idle?")
-    for words, is_met in checks(rows):
+    for words, is_met in checks(rows, top):
         print(f"{'PASS' if is_met else 'FAIL'} {words}")
     for row in rows:
         if row.load == top and row.absent:
