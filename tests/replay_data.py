@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tuner.metrics import Records
+from tuner.records import Records
 from tuner.replay import run
 from tuner.replay.stream import Completion
 from tuner.seams import Replay

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from replay_data import FakeServer, serving
 
-from tuner.metrics import Floats
+from tuner.records import Floats
 from tuner.replay.counters import parse_counters
 from tuner.replay.stream import Completion, EventParser
 

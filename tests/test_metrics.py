@@ -10,10 +10,11 @@ from replay_data import Row, failed, records, steady
 
 from tuner import metrics, slo
 from tuner.metrics import Sample, highest_estimable, is_good, summarise, warnings, why_absent
+from tuner.records import Records
 from tuner.slo import Slo
 
 
-def good(seen: metrics.Records, slos: list[Slo]) -> list[bool]:
+def good(seen: Records, slos: list[Slo]) -> list[bool]:
     passed = is_good(seen, slos)
     assert passed is not None
     return [bool(one) for one in passed]
@@ -231,8 +232,8 @@ def test_a_percentile_over_too_few_requests_is_warned_of() -> None:
 def test_records_survive_a_file(tmp_path: Path) -> None:
     """What is saved is loaded, column by column, and without pickle."""
     seen = records(steady(), failed(), Row([1.0], tokens=[np.nan], usage=False))
-    metrics.save(seen, tmp_path / "records.npz")
-    loaded = metrics.load(tmp_path / "records.npz")
+    seen.save(tmp_path / "records.npz")
+    loaded = Records.load(tmp_path / "records.npz")
 
     for name in seen.__slots__:
         np.testing.assert_array_equal(getattr(loaded, name), getattr(seen, name))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from replay_data import Row, records
 
-from tuner.metrics import Records
+from tuner.records import Records
 from tuner.replay.counters import compare, parse_counters
 
 

@@ -15,7 +15,7 @@ from replay_data import VOCAB_SIZE, FakeServer, evenly, serving
 
 from tuner import metrics
 from tuner.errors import FailureKind, InvalidReplay
-from tuner.metrics import Records
+from tuner.records import Records
 from tuner.replay import run
 from tuner.replay.gate import judge
 from tuner.seams import Replay
@@ -32,7 +32,7 @@ from tuner.replay import gate, run
 os.sched_setaffinity(0, {int(sys.argv[2])})
 os.nice(int(sys.argv[3]))
 seen = run.replay(sys.argv[1], "m", evenly(150, 0.01), salt="a", vocab_size=1024, drain_timeout=30)
-metrics.save(seen.records, Path(sys.argv[4]))
+seen.records.save(Path(sys.argv[4]))
 try:
     print(json.dumps({"notes": gate.judge(seen, itl_limit=0.02), "client": seen.client}))
 except InvalidReplay as error:
@@ -48,7 +48,7 @@ def errors_of(got: Records, server: FakeServer) -> tuple[np.ndarray, np.ndarray]
     ttft = metrics.per_request(got, "ttft_from_send")[order]
     true = np.array([entry["writes"][0][0] - entry["arrived"] for entry in log])
     gaps = np.concatenate([np.diff([at for at, _ in entry["writes"]]) for entry in log])
-    ordered = metrics.reorder(got, order)
+    ordered = got.reorder(order)
     return ttft - true, metrics.gaps(ordered, ordered.chunk_tokens).length - gaps
 
 
@@ -84,7 +84,7 @@ def test_a_client_without_cpu_is_found_out_or_right(tmp_path: Path, nice: int) -
         argv = [sys.executable, "-c", CLIENT, server.url, str(core), str(nice), str(kept)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
         said = json.loads(subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=100).stdout)
-        ttft_error, gap_error = errors_of(metrics.load(kept), server)
+        ttft_error, gap_error = errors_of(Records.load(kept), server)
 
     if "invalid" in said:
         assert said["invalid"].startswith("the client could not keep the schedule")

@@ -17,8 +17,9 @@ import pytest
 from matplotlib.image import imread
 from replay_data import Row, evenly, free_port, records, serving, workload
 
-from tuner import assemble, measure, metrics
+from tuner import assemble, measure
 from tuner.errors import ExitCode, FailureKind, HostError, InvalidReplay, SpecError
+from tuner.records import Records
 from tuner.replay import attempts, gate, remote
 from tuner.replay.calibrate import check_fits, scale_of
 from tuner.replay.prompts import CHAT, DIGITS, PLAIN, WORDS, Prompts, Scale, merged, vocabulary_of
@@ -72,8 +73,8 @@ class Done:
         return found
 
     @property
-    def records(self) -> metrics.Records:
-        return metrics.load(self.folder / "out" / "records.npz")
+    def records(self) -> Records:
+        return Records.load(self.folder / "out" / "records.npz")
 
 
 @pytest.fixture(scope="module")

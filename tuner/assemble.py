@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from tuner import export as exporting
-from tuner import measure, metrics, units
+from tuner import measure, units
 from tuner import plan as plans
 from tuner import spec as specs
 from tuner import workload as workloads
@@ -267,7 +267,7 @@ def _keep(found: Measurement, out: Path) -> None:
     for number, (seen, repeat) in enumerate(zip(found.replays, found.repeats, strict=True), start=1):
         folder = out / f"repeat-{number}" if several else out
         make_folder(folder)
-        metrics.save(seen.records, folder / "records.npz")
+        seen.records.save(folder / "records.npz")
         write_json(folder / "metrics.json", units.to_outside(repeat.metrics))
         title = f"{found.workload.name} at {found.url} ({found.model})" + (f", repeat {number}" if several else "")
         (folder / "replay.png").write_bytes(timeline.figure_png(seen, found.slos, title=title))

@@ -145,7 +145,7 @@ class LiveEvaluator:
         folder.mkdir(parents=True, exist_ok=True)
         numbers = {**self._numbers(seen, slos), **seen.client, **seen.server}
         counters = {name: value - seen.counters_before.get(name, 0.0) for name, value in seen.counters_after.items()}
-        metrics.save(seen.records, folder / "records.npz")
+        seen.records.save(folder / "records.npz")
         write_json(folder / "counters.json", counters)
         write_json(folder / "metrics.json", units.to_outside(numbers))
         most = gate.limits(tightest(slos, "ttft"), tightest(slos, "itl"))

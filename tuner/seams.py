@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tuner.metrics import Records
+from tuner.records import Records
 from tuner.results import Repeat, TrialResult
 from tuner.serving import Json, ServingConfig
 from tuner.slo import Slo

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.replay.load import Seen, workload
 from benchmarks.replay.server import MODEL
 from tuner import metrics
-from tuner.metrics import Records
+from tuner.records import Records
 from tuner.replay import run
 
 VOCAB_SIZE = 1024

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tuner.metrics import Records
+from tuner.records import Records
 from tuner.replay.alarm import Alarm
 from tuner.replay.connection import Exchange, Pool, Target, clock
 from tuner.replay.tape import Floats, Tape

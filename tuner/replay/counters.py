@@ -15,7 +15,7 @@ import aiohttp
 import numpy as np
 
 from tuner import metrics
-from tuner.metrics import Floats, Records
+from tuner.records import Floats, Records
 from tuner.replay.connection import authorization
 from tuner.units import format_ms
 

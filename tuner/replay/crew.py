@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tuner import metrics
+from tuner.records import Records
 from tuner.replay.client import Driver, Load, Seen, cancel, finish
 from tuner.replay.connection import clock
 
@@ -164,7 +164,7 @@ def together(parts: Sequence[Seen]) -> Seen:
     n = sum(len(part.records) for part in parts)
     rows = np.concatenate([np.arange(n)[shard] for shard in shards(n, len(parts))])
     return Seen(
-        records=metrics.reorder(metrics.concatenate([part.records for part in parts]), np.argsort(rows)),
+        records=Records.concatenate([part.records for part in parts]).reorder(np.argsort(rows)),
         heartbeat_lag=[lag for part in parts for lag in part.heartbeat_lag],
         cpu=sum(part.cpu for part in parts),
         wall=max(part.wall for part in parts),

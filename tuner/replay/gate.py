@@ -11,7 +11,8 @@ import numpy as np
 
 from tuner import metrics
 from tuner.errors import FailureKind, InvalidReplay
-from tuner.metrics import Floats, Records, Sample
+from tuner.metrics import Sample
+from tuner.records import Floats, Records
 from tuner.replay import client, connection, stream
 from tuner.replay.prompts import CHAT, COMPLETIONS
 from tuner.seams import Replay

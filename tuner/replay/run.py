@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tuner.metrics import Floats
+from tuner.records import Floats
 from tuner.replay import crew, gate, selftest
 from tuner.replay.client import Driver, Load, Seen, cancel, finish
 from tuner.replay.connection import Target, clock

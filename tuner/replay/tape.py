@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
-from tuner.metrics import Records
+from tuner.records import Records
 from tuner.replay.stream import Completion
 
 NEVER_SENT = "never_sent"

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner import metrics
-from tuner.metrics import Records
+from tuner.records import Records
 from tuner.seams import Measurement, Replay
 
 BACKENDS = {"completions": "openai", "chat": "openai-chat"}

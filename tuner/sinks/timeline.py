@@ -18,7 +18,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from tuner import metrics
 from tuner import slo as slos
-from tuner.metrics import DEFAULT_CLASSES, Records
+from tuner.metrics import DEFAULT_CLASSES
+from tuner.records import Records
 from tuner.seams import Replay
 from tuner.sinks.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from tuner.sinks.verdict import plain
