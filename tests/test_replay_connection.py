@@ -14,6 +14,7 @@ from replay_data import VOCAB_SIZE, evenly, free_port, serving, workload
 from tuner.replay import run
 from tuner.replay.client import Driver, Load, Seen, finish
 from tuner.replay.connection import Connection, Exchange, Pool, Target, clock
+from tuner.replay.stream import Completion
 from tuner.replay.tape import Tape
 from tuner.workload import Request
 
@@ -93,6 +94,9 @@ def test_ports_follow_the_scheme() -> None:
         (b"", "reset"),
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "broken"),
         (b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n\r\nbusy", "http_503"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(STREAM) + b"garbage", ""),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n", "reset"),  # and nothing more
+        (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", "broken"),
         (b"HTTP/1.1 307 Temporary Redirect\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n", "http_307"),
     ],
 )
@@ -186,3 +190,62 @@ def test_a_port_that_nobody_listens_at_is_refused() -> None:
 
     assert seen.records.error.tolist() == ["refused"] * 5
     assert np.isnan(seen.records.sent).all()
+
+
+@pytest.mark.parametrize("tokens", [61, 62, 63, 64, 127, 128])
+def test_the_end_may_come_alone(tokens: int) -> None:
+    """However many reads came before: when all were looked at, the terminator brings nothing, and that is fine."""
+    tape, ended = Tape(np.zeros(1), [7], [tokens]), []
+    exchange = Exchange(tape, 0, b"", ended.append)
+    connection = Connection(Pool(Target("http://127.0.0.1:1")))
+    connection.connection_made(Mute())
+    connection.carry(exchange, was_awaited=False)
+
+    connection.data_received(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+    for made in range(1, tokens + 1):
+        event = EVENT.replace(b'"completion_tokens":1', b'"completion_tokens":%d' % made)
+        connection.data_received(b"%x\r\n%s\r\n" % (len(event), event))
+    connection.data_received(chunked(b"data: [DONE]\n\n")[:-5])
+    connection.data_received(b"0\r\n\r\n")
+
+    assert tape.error == [""]
+    assert len(tape.chunks[0][0]) == tokens
+    assert ended == [exchange]
+
+
+class Mute(asyncio.Transport):
+    """A transport that goes nowhere."""
+
+    def write(self, data: object) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None: ...
+
+
+def test_requests_in_order_end_though_nobody_is_there() -> None:
+    """Twelve by four streams to a closed port: refused, each at once."""
+    target = Target(f"http://127.0.0.1:{free_port()}")
+    load = Load(target, [target.request(b"{}")] * 12, np.zeros(12), [7] * 12, [1] * 12, request_timeout=60.0)
+    started = clock()
+
+    async def all_of_them() -> dict[str, str]:
+        return await Driver(load).in_order(4)
+
+    assert set(finish(all_of_them())) == {"refused"}
+    assert clock() - started < 10
+
+
+def test_a_mistake_in_a_callback_ends_the_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised at once, and nobody waits for a request that will not end."""
+
+    def broken(*_: object) -> None:
+        raise LookupError("a mistake of ours")
+
+    monkeypatch.setattr(Completion, "feed_all", broken)
+    started = clock()
+    with serving(tmp_path) as server, pytest.raises(LookupError, match="a mistake of ours"):
+        run.replay(server.url, "m", evenly(3, 0.01), salt="a", vocab_size=VOCAB_SIZE, drain_timeout=60)
+
+    assert clock() - started < 20

@@ -27,6 +27,11 @@ def test_counters_are_summed_over_labels() -> None:
     ]
 
 
+def test_values_that_are_no_numbers_are_left_out() -> None:
+    """A server's odd line does not take the others with it."""
+    assert list(parse_counters("a_total abc\nb_total NaN\nc_sum +Inf\nd_total 3\n")) == [("d_total", 3.0)]
+
+
 def both() -> Records:
     """Two requests: TTFT 0.1 and 0.3 s, then gaps of 0.05 s; the last token 0.2 s after the first."""
     ends = ([0.1, 0.15, 0.2, 0.25, 0.3], [1.3, 1.35, 1.4, 1.45, 1.5])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replay_data import VOCAB_SIZE, Row, evenly, records, serving
 
 from tuner import metrics
-from tuner.errors import FailureKind, ServerDied
+from tuner.errors import FailureKind, HostError, ServerDied
 from tuner.replay import crew, run, selftest
 from tuner.replay.client import Seen
 from tuner.seams import Replay
@@ -66,7 +66,7 @@ class Fails:
 
 def test_a_process_that_ends_early_is_an_error() -> None:
     """Nobody waits for one that is gone."""
-    with pytest.raises(RuntimeError, match="ended before its replay did"):
+    with pytest.raises(HostError, match="ended before its replay did"):
         crew.drive([Fails()], lambda _: None, every=0.05)  # type: ignore[list-item]
 
 

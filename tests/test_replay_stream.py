@@ -95,3 +95,75 @@ def test_the_message_of_an_error_is_kept() -> None:
     completion = read(b'data: {"error": {"message": "EngineCore encountered an issue."}}\n\n')
 
     assert completion.message == "EngineCore encountered an issue."
+
+
+def test_no_reads_are_no_events() -> None:
+    """What was looked at already is not looked at again."""
+    completion = read(event(1), event(2))
+    completion.feed_all([], [])
+
+    assert list(completion.tokens) == [1, 1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([1, 1, 1, 2, 0]), min_size=1, max_size=12), st.integers(1, 12), st.booleans())
+def test_many_reads_at_once_are_the_same_as_one_by_one(steps: list[int], size: int, ends: bool) -> None:  # noqa: FBT001
+    """Plain events, empty ones, the closing ones: batches of any size give the same stamps and counts."""
+    made, events = 0, []
+    for step in steps:
+        made += step
+        events.append(event(made, " a" if step else ""))
+    events += [closing(made), DONE] if ends else []
+    one, batched = read(*events), Completion()
+    for start in range(0, len(events), size):
+        part = events[start : start + size]
+        batched.feed_all(part, [float(start + i) for i in range(len(part))])
+
+    assert (list(batched.times), list(batched.tokens)) == (list(one.times), list(one.tokens))
+    assert (batched.made, batched.is_done, batched.prompt_tokens) == (one.made, one.is_done, 7)
+
+
+def test_counts_that_do_not_add_up_are_no_measurement() -> None:
+    """Chunks that were counted up to 2 and a stream of 4: whose gaps are they?"""
+    for last in (4, 1):
+        completion = read(event(1), event(2), event(2), closing(last), DONE)
+
+        assert completion.end(4, 9.0) == "miscounted"
+        assert completion.message == f"the chunks' counts end at 2 tokens, the stream's at {last}"
+
+
+def test_an_error_beside_usage_is_an_error() -> None:
+    """A count does not make an error event a token."""
+    said = b'data: {"error": {"message": "dead"}, "usage": {"completion_tokens": 2}}\n\n'
+    completion = Completion()
+    completion.feed_all([event(1), said], [0.0, 1.0])
+
+    assert (completion.end(2, 9.0), completion.message) == ("in_band_error", "dead")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b'{"choices":["x"]}', b'{"choices":5}', b"[" * 100_000, b'{"choices":[],"usage":{"completion_tokens":"x"}}'],
+)
+def test_events_of_another_shape_do_not_break_the_client(data: bytes) -> None:
+    """Whatever comes ends as a kind of failure, or as nothing."""
+    completion = read(b"data: " + data + b"\n\n", DONE)
+
+    assert completion.end(1, 9.0) in {"malformed", "empty"}
+
+
+@pytest.mark.parametrize("said", [b"[1]", b'"none"', b"null", b'{"mean_itl_ms": NaN, "queue_time_ms": "x"}'])
+def test_metrics_of_another_shape_are_none(said: bytes) -> None:
+    """The server's own times are read where they are numbers."""
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":1},"metrics":' + said + b"}\n\n"
+
+    assert read(event(1), usage, DONE).server_metrics == {}
+
+
+def test_an_endless_event_is_given_up() -> None:
+    """Nine megabytes without an end are no event; what follows is not kept."""
+    completion = Completion()
+    for _ in range(160):
+        completion.feed(b"data: " + b"x" * 65_536, 1.0)
+
+    assert completion.end(1, 2.0) == "malformed"

@@ -239,11 +239,18 @@ def show(target: Path) -> str:
 
 def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, as_json: bool) -> int:
     """Replay a workload at a URL, say and write what was found; return the exit code."""
+    if out is not None and ((out / "metrics.json").exists() or any(out.glob("repeat-*"))):
+        raise SpecError(f"-o {out}: holds a replay already", hint="name another folder, or remove this one")
     for folder in filter(None, (out, bench_file and bench_file.parent)):
         make_folder(folder)
     ticker = Ticker()
     try:
         found = measure.run(asked, ticker, ticker.count)
+    except BaseException:
+        if out is not None:
+            with suppress(OSError):  # it holds something else
+                out.rmdir()
+        raise
     finally:
         ticker.ended()
     if out is not None:

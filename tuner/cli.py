@@ -190,7 +190,10 @@ def replay(  # noqa: PLR0917 (one parameter a flag)
         float | None, typer.Option("--rate-scale", help="Replay at this multiple of the recorded request rate.")
     ] = None,
     repeats: Annotated[int | None, typer.Option("--repeats", help="Replays; the median is shown.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the prompts.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="Seed of the prompts. Default: another each time, so that none is cached."),
+    ] = None,
     vocab_size: Annotated[
         int | None,
         typer.Option("--vocab-size", help="Prompts are token ids below it. Default: the model's, else 32000."),

@@ -144,7 +144,7 @@ class LiveEvaluator:
     def _write_down(self, seen: Replay, slos: Sequence[Slo], folder: Path) -> Repeat:
         folder.mkdir(parents=True, exist_ok=True)
         numbers = {**self._numbers(seen, slos), **seen.client, **seen.server}
-        counters = {name: value - seen.counters_before.get(name, 0.0) for name, value in seen.counters_after.items()}
+        counters = seen.counters_grown
         seen.records.save(folder / "records.npz")
         write_json(folder / "counters.json", counters)
         write_json(folder / "metrics.json", units.to_outside(numbers))

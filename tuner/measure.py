@@ -5,6 +5,7 @@ clock starts: flags, the server, the model, lengths that do not fit.
 """
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,14 +53,16 @@ class Wanted:
 
 
 def wanted(
-    workload: str, url: str, slo: Sequence[str] = (), rate_scale: float | None = None, seed: int = 0, **flags: Any
-) -> Wanted:
+    workload: str, url: str, slo: Sequence[str] = (), rate_scale: float | None = None, seed: int | None = None,
+    **flags: Any,
+) -> Wanted:  # fmt: skip
     """Return what flags of the command line ask for; `flags` are those of `Wanted`, as text or None.
 
     Raises:
         SpecError: names the flag that is wrong.
     """
     rows = workloads.load(specs.find_workload(workload, None))
+    seed = secrets.randbelow(2**31) if seed is None else seed
     if rate_scale is not None:
         rows = workloads.scale_rate(rows, rate_scale, seed)
     given = {name: value for name, value in flags.items() if value is not None}
@@ -160,7 +163,8 @@ def _look(asked: Wanted) -> _Target:
     """Ask the server what it is, before the clock starts."""
     served = remote.choose(remote.models(asked.url), asked.model)
     if served.max_model_len is not None:
-        workloads.check_fits(asked.workload, served.max_model_len)
+        hint = "start the server with a larger --max-model-len, or use a workload whose rows fit"
+        workloads.check_fits(asked.workload, served.max_model_len, hint=hint)
     scale, notes = PLAIN, []
     if asked.endpoint == CHAT:
         scale = calibrate.scale_of(asked.url, served.name, asked.extra_body or {})
@@ -213,7 +217,7 @@ def _replay(
             seen, ttft_limit=tightest(asked.slos, "ttft"), itl_limit=tightest(asked.slos, "itl"), keys=keys,
             endpoint=asked.endpoint,
         )  # fmt: skip
-        return (*_prompt_notes(seen, asked.endpoint), *cautions)
+        return (*_prompt_notes(seen, asked.endpoint), *_cache_notes(seen, asked.workload), *cautions)
 
     return attempts.valid(once, judge)
 
@@ -228,9 +232,16 @@ def _prompt_notes(seen: Replay, endpoint: str) -> list[str]:
     return [f"prompts are off the recorded lengths by {middle:+.0f} tokens (p50), {most:.0f} at the 99th percentile"]
 
 
+def _cache_notes(seen: Replay, workload: Workload) -> list[str]:
+    """Say when prompts that share nothing were found in the prefix cache: they had been there before."""
+    hits = telling(seen.counters_grown).get("prefix_cache_hit_tokens", 0)
+    if not hits or any(row.block_ids is not None or row.prompt is not None for row in workload.requests):
+        return []
+    return [f"{hits:,.0f} prompt tokens were in the server's prefix cache, from a replay with this --seed before"]
+
+
 def _numbers(seen: Replay, limits: Sequence[Slo]) -> Repeat:
     numbers = metrics.summarise(
         seen.records, window=seen.window, classes=DEFAULT_CLASSES, slos=limits, extra=[slo.metric for slo in limits]
     )
-    counters = {name: value - seen.counters_before.get(name, 0.0) for name, value in seen.counters_after.items()}
-    return Repeat(numbers, {**telling(counters), **seen.server}, seen.notes)
+    return Repeat(numbers, {**telling(seen.counters_grown), **seen.server}, seen.notes)

@@ -38,6 +38,11 @@ class Replay:
     client: Mapping[str, float] = field(default_factory=dict)
     server: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def counters_grown(self) -> dict[str, float]:
+        """By how much the server's counters grew over the window."""
+        return {name: value - self.counters_before.get(name, 0.0) for name, value in self.counters_after.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:

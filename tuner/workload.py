@@ -189,8 +189,8 @@ def _check_blocks(where: str, blocks: object, size: object, input_len: int) -> N
                         hint=f"this prompt has {-(-input_len // size)} blocks, the last one partial")  # fmt: skip
 
 
-def check_fits(workload: Workload, max_model_len: int) -> None:
-    """Refuse a workload with a row longer than the model takes.
+def check_fits(workload: Workload, max_model_len: int, *, hint: str | None = None) -> None:
+    """Refuse a workload with a row longer than the model takes; `hint` says what to do.
 
     Raises:
         SpecError: names the first such row and how many there are.
@@ -202,7 +202,7 @@ def check_fits(workload: Workload, max_model_len: int) -> None:
         raise SpecError(
             f"workload {workload.name}, row {number}{line}: {row.input_len} + {row.output_len} tokens are more than "
             f"max_model_len {max_model_len}; {len(over)} of {len(workload.requests)} rows are too long",
-            hint="raise engine_args.max_model_len or use a workload whose rows fit",
+            hint=hint or "raise engine_args.max_model_len or use a workload whose rows fit",
         )
 
 

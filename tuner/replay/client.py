@@ -90,6 +90,7 @@ class Driver:
         self._open: set[Exchange] = set()
         self._timers: dict[Exchange, asyncio.TimerHandle] = {}
         self._ended = asyncio.Event()
+        self._mistake: BaseException | None = None
         if not load.requests:
             self._ended.set()
 
@@ -102,6 +103,7 @@ class Driver:
         """Open connections, wait for `begin` to say when the clock starts, send, and wait for the answers."""
         load, tape = self._load, self._tape
         enough_files = allow_open_files(len(load.requests))
+        asyncio.get_running_loop().set_exception_handler(self._note_mistake)
         lag: list[float] = []
         try:
             await self._pool.open(int(np.searchsorted(load.due, AHEAD, side="right")))
@@ -120,8 +122,14 @@ class Driver:
             await self._pool.close()
         return Seen(tape.records(), lag, cpu, wall, self._pool.opened, tape.messages, enough_files)
 
-    async def in_order(self, streams: int) -> None:
-        """Send the requests one after the other, a few at a time, and wait for the answers."""
+    def _note_mistake(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the replay on an exception in a callback: nobody else would hear of it."""
+        self._mistake = self._mistake or context.get("exception")
+        self._ended.set()
+        loop.default_exception_handler(context)
+
+    async def in_order(self, streams: int) -> dict[str, str]:
+        """Send the requests one after the other, a few at a time; return what failed, and what was said to it."""
         rows = iter(range(len(self._load.requests)))
 
         async def stream() -> None:
@@ -135,12 +143,15 @@ class Driver:
             await asyncio.gather(*(stream() for _ in range(streams)))
         finally:
             await self._pool.close()
+        return {error: self._tape.messages.get(error, "") for error in self._tape.error if error}
 
     async def _send(self) -> None:
         with Alarm() as alarm:
             for row, due in enumerate((self._load.due + self._tape.anchor).tolist()):
                 # One turn of the loop at least: what was written goes out then, and what has come is read.
                 await alarm.until(due)
+                if self._mistake is not None:
+                    raise self._mistake
                 self._submit(row, self._forget)
 
     def _submit(self, row: int, on_end: Callable[[Exchange], None]) -> None:
@@ -164,6 +175,8 @@ class Driver:
         try:
             async with asyncio.timeout(self._load.drain_timeout):
                 await self._ended.wait()
+            if self._mistake is not None:
+                raise self._mistake
         except TimeoutError:
             for exchange in list(self._open):
                 self._pool.withdraw(exchange)

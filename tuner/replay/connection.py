@@ -96,7 +96,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "_is_framed", "_is_kept", "_on_end", "_parser", "_stamps", "_tape", "answer", "connection", "feed", "is_over",
+        "_is_framed", "_on_end", "_parser", "_stamps", "_tape", "answer", "connection", "feed", "is_kept", "is_over",
         "now", "on_body", "reads", "request", "row", "status", "submitted",
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ class Exchange:
         self.connection: Connection | None = None
         self.submitted = self.now = clock()
         self.status = 0
-        self.is_over = self._is_framed = self._is_kept = False
+        self.is_over = self._is_framed = self.is_kept = False
         self.reads: list[bytes] = []
         self._stamps: list[float] = []
         self.on_body = self.reads.append  # called by the parser
@@ -159,17 +159,19 @@ class Exchange:
 
     def on_headers_complete(self) -> None:
         """Note the status and when the first byte came."""
+        if self.is_over:
+            return
         self.status = self._parser.get_status_code()
         if self.status >= 200:
             self._tape.first_byte[self.row] = self.now
 
     def on_message_complete(self) -> None:
         """Note the end, unless it is that of an interim answer."""
+        self.is_kept = not self.is_over and self._parser.should_keep_alive()
         self.is_over = self.status >= 200
-        self._is_kept = self._parser.should_keep_alive()
 
     def _digest(self) -> None:
-        if self.status == 200:
+        if self.status == 200 and self._stamps:
             self.answer.feed_all(self.reads, self._stamps)
             self.reads.clear()
             self._stamps.clear()
@@ -178,7 +180,7 @@ class Exchange:
         connection, self.connection = self.connection, None
         self._tape.end(self.row, self.answer, error, message, clock())
         if connection is not None:
-            connection.done(is_reusable=self.is_over and self._is_kept)
+            connection.done(is_reusable=self.is_over and self.is_kept)
         self._on_end(self)
 
 
@@ -210,10 +212,12 @@ class Connection(asyncio.Protocol):
             exchange.feed(data)
         except httptools.HttpParserCallbackError:
             raise  # a mistake of ours
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             exchange.stamp(now)
-            exchange.fail(BROKEN, str(error))
-            return
+            if not exchange.is_over:
+                exchange.fail(BROKEN, str(error))
+                return
+            exchange.is_kept = False  # what follows a whole answer is not the answer's fault
         exchange.stamp(now)
         if exchange.is_over:
             exchange.end()
@@ -321,15 +325,18 @@ class Pool:
         dial.add_done_callback(self._dialing.discard)
 
     async def _connect(self) -> None:
+        dial = asyncio.current_task()
         try:
             connection = await self._first_that_answers()
         except (OSError, TimeoutError) as failure:
+            # Gone before anybody hears of it: the next request must not wait for this dial.
+            self._dialing.discard(dial)
             if self._waiting:
                 self._waiting.popleft().fail(_kind(failure), str(failure))
             return
         self._all.add(connection)
         self.opened += 1
-        self._dialing.discard(asyncio.current_task())
+        self._dialing.discard(dial)
         self.take_back(connection)
 
     async def _first_that_answers(self) -> Connection:

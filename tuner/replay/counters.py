@@ -7,8 +7,10 @@ the difference is the network's and the client's, and should be small.
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
@@ -43,9 +45,9 @@ async def scrape(urls: Sequence[str]) -> dict[str, float]:
             try:
                 async with asyncio.timeout(SCRAPE_TIMEOUT), http.get(url) as response:
                     response.raise_for_status()
-                    text = await response.text()
+                    text = await response.text(errors="replace")
             except (aiohttp.ClientError, OSError) as failure:
-                log.warning("%s: no counters: %s", url, failure)
+                log.warning("%s: no counters: %s", url, failure or type(failure).__name__)
                 return {}
             for name, value in parse_counters(text):
                 counters[name] = counters.get(name, 0.0) + value
@@ -56,8 +58,11 @@ def parse_counters(text: str) -> Iterator[tuple[str, float]]:
     """Yield name and value of each counter sample in Prometheus' text form."""
     for line in text.splitlines():
         match = _SAMPLE.match(line)
-        if match is not None and match["name"].endswith(("_total", "_sum", "_count")):
-            yield match["name"], float(match["value"])
+        if match is None or not match["name"].endswith(("_total", "_sum", "_count")):
+            continue
+        with suppress(ValueError):
+            if math.isfinite(value := float(match["value"])):
+                yield match["name"], value
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tuner.errors import HostError
 from tuner.records import Records
 from tuner.replay.client import Driver, Load, Seen, cancel, finish
 from tuner.replay.connection import clock
@@ -57,7 +58,7 @@ def drive(jobs: Sequence[Job], watch: Callable[[int], None], *, every: float) ->
         every: seconds.
 
     Raises:
-        RuntimeError: a process ended without a result, or was not ready in time.
+        HostError: a process ended without a result, or was not ready in time.
     """
     with _crew(jobs) as pipes:
         _await_ready(pipes, watch, every)
@@ -83,7 +84,7 @@ def _await_ready(pipes: Sequence[Connection], watch: Callable[[int], None], ever
         missing -= {pipe for pipe, _ in _heard(list(missing), every)}
         watch(0)
         if clock() > deadline:
-            raise RuntimeError(f"{len(missing)} client processes were not ready after {READY_TIMEOUT:g} s")
+            raise HostError(f"{len(missing)} client processes were not ready after {READY_TIMEOUT:g} s")
 
 
 def _heard(pipes: Sequence[Connection], timeout: float) -> list[tuple[Connection, int | Seen]]:
@@ -92,7 +93,7 @@ def _heard(pipes: Sequence[Connection], timeout: float) -> list[tuple[Connection
     try:
         return [(pipe, pipe.recv()) for pipe in pipes if pipe in speaking]
     except EOFError:
-        raise RuntimeError("a client process ended before its replay did") from None
+        raise HostError("a client process ended before its replay did") from None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Before the clock starts only. Plain HTTP with a deadline, past any proxy.
 import http.client
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -113,6 +114,11 @@ def _fetch(url: str, body: Mapping[str, Json] | None, deadline: float) -> bytes:
     key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
+    until = time.monotonic() + deadline
+    text = b""
     with _DIRECT.open(urllib.request.Request(url, data, headers), timeout=deadline) as answer:  # noqa: S310 (base_of)
-        text: bytes = answer.read(MOST_BYTES)
+        while len(text) < MOST_BYTES and (part := answer.read1(65536)):
+            text += part
+            if time.monotonic() > until:  # the timeout is one of each read
+                raise TimeoutError(f"not whole after {deadline:g} s")
     return text

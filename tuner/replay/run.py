@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from tuner.errors import FailureKind, InvalidReplay
 from tuner.records import Floats
 from tuner.replay import crew, gate, selftest
 from tuner.replay.client import Driver, Load, Seen, cancel, finish
@@ -92,13 +93,22 @@ def warm_prefix(
         extra_body: merged into every request's body; null removes a key.
         scale: how the server counts text, for chat (see calibrate.py).
         check_alive: raises ServerDied.
+
+    Raises:
+        InvalidReplay: a request failed; the cache is not as the history would have left it.
     """
     rows = warm_prefixes(workload, capacity)
     if not rows:
         return 0
     sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), _Form(extra_body, scale))
     driver = Driver(sending.job(schedule(rows), request_timeout=WARM_UP_DRAIN)())
-    finish(_watched(driver, driver.in_order(PREFIX_STREAMS), _Watch(check_alive, _nothing, len(rows))))
+    failed = finish(_watched(driver, driver.in_order(PREFIX_STREAMS), _Watch(check_alive, _nothing, len(rows))))
+    if failed:
+        kinds = ", ".join(sorted(failed))
+        raise InvalidReplay(
+            FailureKind.NOTHING_COMPLETED, f"the prefix cache could not be warmed with the workload's history: {kinds}",
+            hint=next(filter(None, failed.values()), None),
+        )  # fmt: skip
     return sum(row.input_len for row in rows)
 
 
@@ -153,6 +163,8 @@ def replay(
         parts = crew.drive([job.part(shard) for shard in cut], watch, every=POLL)
     check_alive()
     after = finish(scrape(metrics_urls))
+    if not before or not after:  # half of a difference is none
+        before, after = {}, {}
     all_seen = crew.together(parts)
     comparison = compare(all_seen.records, before, after)
     return Replay(

@@ -11,13 +11,16 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from operator import gt, sub
 
-IN_BAND_ERROR, MALFORMED, NO_DONE, EMPTY, SHORT, LONG = (
-    "in_band_error", "malformed", "no_done", "empty", "short", "long")  # fmt: skip
+IN_BAND_ERROR, MALFORMED, MISCOUNTED, NO_DONE, EMPTY, SHORT, LONG = (
+    "in_band_error", "malformed", "miscounted", "no_done", "empty", "short", "long")  # fmt: skip
+
+MOST_OF_AN_EVENT = 8 << 20
 
 # Inside a JSON string quotes are escaped, so these cannot match in generated text.
 _COUNT = b'"completion_tokens":'
-_COUNTS = re.compile(rb'"completion_tokens":\s*(\d+)')
-_NUMBER = re.compile(rb"\s*(\d+)")
+_ERROR = b'"error":'
+_COUNTS = re.compile(rb'"completion_tokens":\s*(\d{1,12})')
+_NUMBER = re.compile(rb"\s*(\d{1,12})")
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _CHOICES = b'"choices":[{'  # as vLLM writes it; spaces are looked for only when this is not there
 _NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
@@ -38,6 +41,11 @@ class EventParser:
         self._data: list[bytes] = []
         self._after_cr = False
         self.is_between_events = True  # everything fed so far belongs to events that are complete
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether a line has more bytes than an event may have, and no end yet."""
+        return len(self._rest) > MOST_OF_AN_EVENT
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the data of every event that is complete now."""
@@ -87,6 +95,9 @@ class Completion:
         ):
             self._event(data[6:-2], now)
             return
+        if parser.is_too_long:  # and will not be looked at any more
+            self.error, self.message = self.error or MALFORMED, f"an event of more than {MOST_OF_AN_EVENT >> 20} MiB"
+            return
         for event in parser.feed(data):
             self._event(event, now)
 
@@ -107,11 +118,11 @@ class Completion:
 
         That is how nearly all come, and it is seen for many at once in a fraction of the time.
         """
-        if not self._parser.is_between_events:
+        if not reads or not self._parser.is_between_events:
             return None
         text, n = b"".join(reads), len(reads)
         # Two line feeds for each read, which are its last two bytes: so no read has another.
-        if text.count(b"\n") != 2 * n or text.count(_CHOICES) != n or b"\r" in text:
+        if text.count(b"\n") != 2 * n or text.count(_CHOICES) != n or b"\r" in text or _ERROR in text:
             return None
         if not all(read.startswith(b"data: {") and read.endswith(b"\n\n") for read in reads):
             return None
@@ -148,24 +159,32 @@ class Completion:
         """What the server says of this request's timing, as vLLM does with --enable-per-request-metrics."""
         if self.usage is None or b'"metrics"' not in self.usage:
             return {}
-        said = json.loads(self.usage).get("metrics") or {}
-        return {name: value for name, value in said.items() if isinstance(value, int | float)}
+        try:
+            said = json.loads(self.usage)["metrics"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return {}
+        found = said.items() if isinstance(said, dict) else ()
+        return {name: value for name, value in found if isinstance(value, int | float) and math.isfinite(value)}
 
     def _event(self, data: bytes, now: float) -> None:
         at = data.rfind(_COUNT)
         match = _NUMBER.match(data, at + len(_COUNT)) if at >= 0 else None
-        if match is None:
+        if match is None or _ERROR in data:
             self._without_usage(data, now)
             return
         self.usage = data
         total = int(match[1])
-        if total <= self.made:
+        if _CHOICES in data or not _NO_CHOICES.search(data):
+            if total > self.made:
+                self.times.append(now)
+                self.tokens.append(total - self.made)
+                self.made = total
             return
         # The closing usage event brings no token: where it is the only one with counts, chunks stay unknown.
-        if _CHOICES in data or not _NO_CHOICES.search(data):
-            self.times.append(now)
-            self.tokens.append(total - self.made)
-        self.made = total
+        if self.made and total != self.made:
+            self.error = self.error or MISCOUNTED
+            self.message = self.message or f"the chunks' counts end at {self.made} tokens, the stream's at {total}"
+        self.made = max(total, self.made)
 
     def _without_usage(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
@@ -175,14 +194,14 @@ class Completion:
             return
         try:
             event = json.loads(data)
-            error, choices = event.get("error"), event.get("choices") or ()
-        except (ValueError, AttributeError):
+            error, has_text = event.get("error"), any(_text(choice) for choice in event.get("choices") or ())
+        except (ValueError, AttributeError, TypeError, RecursionError):
             self.error, self.message = self.error or MALFORMED, data[:200].decode(errors="replace")
             return
         if error is not None:
             self.error = self.error or IN_BAND_ERROR
             self.message = str(error.get("message", error) if isinstance(error, dict) else error)
-        elif any(_text(choice) for choice in choices):
+        elif has_text:
             self.times.append(now)
             self.tokens.append(math.nan)
 

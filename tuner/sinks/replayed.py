@@ -17,7 +17,7 @@ from tuner import slo as slos
 from tuner.metrics import DEFAULT_CLASSES
 from tuner.results import Repeat, combine
 from tuner.seams import Measurement
-from tuner.sinks.verdict import NAMES, describe_slo, metric_name, plain
+from tuner.sinks.verdict import NAMES, describe_slo, metric_name, percent, plain
 from tuner.slo import Slo
 from tuner.units import format_elapsed, format_ms
 
@@ -99,7 +99,7 @@ def _state(slo: Slo, numbers: Mapping[str, float]) -> str:
     excess = slo.excess(numbers)
     if excess is None:
         return "not measurable, which counts as missed"
-    state = "met" if excess <= 0 else f"missed by {excess:.1%}".replace("%", " %")
+    state = "met" if excess <= 0 else f"missed by {percent(excess)}"
     return f"{slos.describe(slo.metric, numbers[slo.metric])}, {state}"
 
 

@@ -111,10 +111,10 @@ def _itl(axes: Axes, records: Records, edges: Floats, limits: Sequence[Slo]) -> 
         line = [metrics.Sample(values).statistic(statistic) for values in inside]
         axes.plot(middle, [np.nan if v is None else v for v in line], style, color=colour, linewidth=1.4,
                   marker=".", markersize=3, label=f"{name} {statistic} of {edges[1]:g} s")  # fmt: skip
-    stalls, at = _stalls(records)
+    stalls, at = _chunk_gaps(records)
     longest = [stalls[(at >= low) & (at < high)] * 1e3 for low, high in pairwise(edges)]
     tops = np.array([values.max() if len(values) else np.nan for values in longest])
-    axes.plot(middle, tops, "v", color=ORANGE, markersize=5, label="longest stall", zorder=3)
+    axes.plot(middle, tops, "v", color=ORANGE, markersize=5, label="longest gap between chunks", zorder=3)
     axes.set_ylabel(f"{name} (ms)")
     usual = [np.median(values) for values in inside if len(values)]  # single gaps may be a microsecond
     shown = np.concatenate([usual, tops[~np.isnan(tops)]])
@@ -132,15 +132,11 @@ def token_gaps(records: Records) -> tuple[Floats, Floats, str]:
     return np.repeat(between.length / between.tokens, times), np.repeat(ends, times), "ICL" if tokens is None else "ITL"
 
 
-def _stalls(records: Records) -> tuple[Floats, Floats]:
-    """Return the longest gap of each request that has one, and when it ended."""
-    counts = np.diff(records.chunk_start)
-    owner = np.repeat(np.arange(len(records)), counts)
+def _chunk_gaps(records: Records) -> tuple[Floats, Floats]:
+    """Return the gaps between chunks, and when each ended."""
+    owner = np.repeat(np.arange(len(records)), np.diff(records.chunk_start))
     inside = owner[1:] == owner[:-1]
-    length, ends, whose = np.diff(records.chunk_time)[inside], records.chunk_time[1:][inside], owner[1:][inside]
-    order = np.lexsort((length, whose))
-    last = np.flatnonzero(np.diff(np.append(whose[order], -1)))
-    return length[order][last], ends[order][last]
+    return np.diff(records.chunk_time)[inside], records.chunk_time[1:][inside]
 
 
 def _finish(axes: Axes, limits: Sequence[Slo], *, positive: Floats) -> None:
@@ -154,7 +150,7 @@ def _finish(axes: Axes, limits: Sequence[Slo], *, positive: Floats) -> None:
         axes.set_yscale("log")
         low, high = float(shown.min()), float(shown.max())
         axes.set_ylim(low / 1.3, high * 1.3 * (high / low) ** 0.12)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.yaxis.set_minor_formatter(FuncFormatter(_minor) if high / low < 30 else NullFormatter())
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 0.98), ncols=5, borderaxespad=0.2)
@@ -162,4 +158,4 @@ def _finish(axes: Axes, limits: Sequence[Slo], *, positive: Floats) -> None:
 
 def _minor(value: float, _: object) -> str:
     digit = value / 10 ** math.floor(math.log10(value))
-    return f"{value:,.4g}" if round(digit) in {2, 5} else ""
+    return f"{value:,.10g}" if round(digit) in {2, 5} else ""

@@ -130,10 +130,13 @@ def _miss(slo: Slo, result: TrialResult) -> str:
         return f"{slo.metric} not measurable"
     side = "under" if slo.is_lower_bound else "over"
     value = slos.describe(slo.metric, result.metrics[slo.metric])
-    return f"{slo.metric} {value}, {_percent(abs(excess))} {side} {slo.describe_limit()}"
+    return f"{slo.metric} {value}, {percent(abs(excess))} {side} {slo.describe_limit()}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """Return a share as "24 %", "3.1 %", or from ten times on as "88 times"."""
+    if share >= 10:
+        return f"{share:,.0f} times"
     return f"{share:.0%}".replace("%", " %") if share >= 0.095 else f"{share:.1%}".replace("%", " %")
 
 
@@ -256,7 +259,7 @@ def slo_state(slo: Slo, result: TrialResult) -> str:
     excess = result.excess.get(slo.metric, slo.excess(result.metrics))
     if excess is None:
         return "not measured"
-    return "met" if excess <= 0 else f"missed by {_percent(excess)}"
+    return "met" if excess <= 0 else f"missed by {percent(excess)}"
 
 
 def render_trials(
