@@ -39,7 +39,7 @@ def figure_png(seen: Replay, limits: Sequence[Slo], *, title: str) -> bytes:
     drawn = Figure(figsize=(10, 8), dpi=100, layout="constrained")
     arrivals, ttft, itl = drawn.subplots(3, 1, sharex=True, height_ratios=(2, 3, 3))
     end = max(float(np.nanmax(records.ended)), seen.window, 1e-3)
-    edges = np.arange(0, end + bin_width(end), bin_width(end))
+    edges: Floats = np.asarray(np.arange(0, end + bin_width(end), bin_width(end)), dtype=np.float64)
     arrivals.set_title(plain(title)[:110], loc="left", fontsize=10, parse_math=False)
     _arrivals(arrivals, records, edges)
     _ttft(ttft, records, [slo for slo in limits if family(slo.metric) == "ttft"])
