@@ -124,9 +124,13 @@ class Driver:
 
     def _note_mistake(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the replay on an exception in a callback: nobody else would hear of it."""
-        self._mistake = self._mistake or context.get("exception")
-        self._ended.set()
+        exception = context.get("exception")
+        if isinstance(exception, OSError):  # the network's, such as a TLS stream cut short: its request hears of it
+            return
         loop.default_exception_handler(context)
+        if exception is not None:
+            self._mistake = self._mistake or exception
+            self._ended.set()
 
     async def in_order(self, streams: int) -> dict[str, str]:
         """Send the requests one after the other, a few at a time; return what failed, and what was said to it."""
