@@ -1,7 +1,10 @@
 """Connections: opened ahead, one request at a time, every ending told apart."""
 
 import asyncio
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,21 +33,21 @@ def chunked(*parts: bytes) -> bytes:
 
 
 @contextmanager
-def answering(answer: bytes) -> Iterator[str]:
+def answering(answer: bytes, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Answer one request with these bytes, whatever is asked, and close."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)
 
         def serve() -> None:
             connection, _ = listener.accept()
-            with connection:
+            with connection if tls is None else tls.wrap_socket(connection, server_side=True) as connection:
                 connection.settimeout(10)
                 connection.recv(65536)
                 connection.sendall(answer)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http{'s' if tls else ''}://127.0.0.1:{listener.getsockname()[1]}"
         thread.join(10)
 
 
@@ -106,6 +109,19 @@ def test_an_answer_may_end_in_many_ways(answer: bytes, error: str) -> None:
         seen = send(url)
 
     assert seen.records.error.tolist() == [error]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_an_https_server_that_the_system_trusts_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its certificate among the system's own, a stream over TLS is like any other."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(certificate, key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with answering(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(STREAM), server) as url:
+        assert send(url).records.error.tolist() == [""]
 
 
 def test_what_the_server_said_is_kept() -> None:
