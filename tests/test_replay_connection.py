@@ -190,8 +190,9 @@ def test_the_wait_for_a_connection_is_shown_apart() -> None:
         finish(one(url))
 
     got = tape.records()
-    assert 0.05 <= got.connect_wait[0] < 2  # a busy machine may take its time
-    assert got.sent[0] >= 0.05
+    # A timer of uvloop may be a little early, and a busy machine takes its time.
+    assert 0.045 <= got.connect_wait[0] < 2
+    assert got.sent[0] >= 0.045
     assert 0 <= got.send_lag[0] < 0.04
 
 
