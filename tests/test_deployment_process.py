@@ -24,7 +24,7 @@ from deployment_data import (
     wait_until,
 )
 
-from tuner.deployment import failures, journal, ports, process
+from tuner.deployment import failures, journal, ports, process, stopping
 from tuner.deployment.family import Family
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
 from tuner.serving import ServingConfig, Topology
@@ -276,7 +276,7 @@ def test_what_cannot_be_ended_stops_the_study(tmp_path: Path, monkeypatch: pytes
     """A stop command that does not work leaves a listener: HostError, with port and reason."""
     docker = executable(tmp_path / "bin" / "docker", DOCKER.replace("kill $(cat", "echo cannot >&2; false $(cat"))
     monkeypatch.setenv("PATH", first_on_path(docker.parent))
-    monkeypatch.setattr(process, "PORT_PATIENCE", 0.2)
+    monkeypatch.setattr(stopping, "PORT_PATIENCE", 0.2)
     config = ServingConfig(model="m", command=("docker", "run", *COMMAND))
     launching = launcher(stop_command=("docker", "stop", "it")).launch(config, tmp_path)
     with pytest.raises(HostError, match="docker stop it: exit 1: cannot") as caught, launching:
@@ -330,7 +330,7 @@ def test_leftovers_of_a_killed_run_are_ended_on_resume(tmp_path: Path) -> None:
     journal.append(record, event="started", marker="left", pid=left.pid, create_time=born)
     journal.append(record, event="started", marker="reused", pid=stranger.pid, create_time=born - 1000)
     try:
-        assert process.end_leftovers(record) == (left.pid,)
+        assert stopping.end_leftovers(record) == (left.pid,)
         assert left.wait(5) == -signal.SIGTERM
         assert stranger.poll() is None
         assert list(journal.unended(record)) == []

@@ -10,7 +10,7 @@ from tuner.seams import Replay
 
 
 def seen(*rows: Row, heartbeat_lag: tuple[float, ...] = (0.001,), **client: float) -> Replay:
-    return Replay(records(*rows), 1.0, {}, {}, heartbeat_lag, client=client)
+    return Replay(records(*rows), 1.0, {}, {}, heartbeat_lag, client={**facts(records(*rows), heartbeat_lag), **client})
 
 
 def lagging(lag: float) -> Replay:

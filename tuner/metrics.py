@@ -104,11 +104,12 @@ def _at(records: Records, index: Ints) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """The gaps between chunks: how long, how many tokens came after it, and whose it is."""
+    """The gaps between chunks: how long, how many tokens came after it, whose it is, and when it ended."""
 
     length: Floats
     tokens: Floats
     owner: Ints
+    end: Floats
 
     def per_token(self) -> tuple[Floats, Ints]:
         """Return d / k, k times for each gap, and whose each value is."""
@@ -120,7 +121,8 @@ def gaps(records: Records, chunk_tokens: Floats) -> Gaps:
     """Return the gaps inside requests, in order."""
     owner = np.repeat(np.arange(len(records)), np.diff(records.chunk_start))
     inside = owner[1:] == owner[:-1]
-    return Gaps(np.diff(records.chunk_time)[inside], chunk_tokens[1:][inside], owner[1:][inside])
+    length, end = np.diff(records.chunk_time)[inside], records.chunk_time[1:][inside]
+    return Gaps(length, chunk_tokens[1:][inside], owner[1:][inside], end)
 
 
 def known_tokens(records: Records) -> Floats | None:

@@ -8,9 +8,7 @@ with launcher.launch(config, directory) as deployment:
 import http.client
 import os
 import shlex
-import signal
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,24 +17,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
 
 from tuner.deployment import failures, gpu, journal, ports, program
 from tuner.deployment.family import MARKER, Family, exit_code
-from tuner.deployment.guardian import Guardian, run_stop_command
+from tuner.deployment.guardian import Guardian
+from tuner.deployment.stopping import Stopping, interrupts_held_back
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
 from tuner.serving import SECRET_ARGUMENTS, Json, Role, ServingConfig, to_argv
 
 POLL = 0.2
 HEALTH_TIMEOUT = 2.0
 PORT_TRIES = 3
-# Once all processes are gone the kernel and, for a container, its proxy need a moment.
-PORT_PATIENCE = 5.0
-GPU_PATIENCE = 15.0
-REAP_PATIENCE = 5.0
 
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
@@ -262,7 +256,7 @@ class LocalLauncher:
             entry = {name: getattr(server, name) for name in ("role", "pid", "create_time", "marker", "host", "port")}
             journal.append(self.journal, event="started", **entry, log=str(server.log), argv=list(server.argv))
 
-    def _stop(self, stopping: "Stopping", guardian: Guardian) -> None:
+    def _stop(self, stopping: Stopping, guardian: Guardian) -> None:
         with interrupts_held_back() as interrupts:
             left = stopping.end(interrupts)
             if self.journal is not None and stopping.process is not None:
@@ -275,86 +269,6 @@ class LocalLauncher:
                     hint="end what is named here by hand, then run the same command again: it resumes",
                 )
             guardian.release(stopping.family)
-
-
-@dataclass(slots=True)
-class Stopping:
-    """What must be gone when a server has ended."""
-
-    family: Family
-    host: str
-    port: int
-    gpus: Sequence[gpu.Gpu]
-    stop_command: Sequence[str]
-    patience: float
-    process: subprocess.Popen[bytes] | None = None
-    exit_code: int | None = None
-
-    def end(self, interrupts: "Interrupts") -> tuple[str, ...]:
-        """End the server and everything it started; return what is left, in words."""
-        pids = {member.pid for member in self.family.members()}
-        complaint = self._run_stop_command()
-        survivors = self.family.end(self.patience, is_hurried=lambda: interrupts.has_come)
-        left = [f"process {_name(member)} does not end" for member in survivors]
-        left += [complaint] if complaint else []
-        left += self._what_is_held(pids)
-        self._reap()
-        return tuple(left)
-
-    def _run_stop_command(self) -> str | None:
-        if not self.stop_command:
-            return None
-        was_running = self.process is not None and exit_code(self.process.pid) is None
-        complaint = run_stop_command(list(self.stop_command), self.patience)
-        # A container that ended by itself cannot be stopped once more.
-        return f"{shlex.join(self.stop_command)}: {complaint}" if complaint and was_running else None
-
-    def _what_is_held(self, pids: set[int]) -> list[str]:
-        """Wait until port and GPUs are given back; return what is not."""
-        left = []
-        deadline = time.monotonic() + PORT_PATIENCE
-        while not (is_free := ports.is_free(self.host, self.port)) and time.monotonic() < deadline:
-            time.sleep(POLL)
-        if not is_free and self.process is not None:
-            left.append(f"something listens on port {self.port}")
-        if self.gpus:
-            left += gpu.await_release(self.gpus, pids, GPU_PATIENCE)
-        return left
-
-    def _reap(self) -> None:
-        """Let the leader's zombie go; until now it kept its number from being given to somebody else."""
-        if self.process is None:
-            return
-        try:
-            self.exit_code = self.process.wait(REAP_PATIENCE)
-        except subprocess.TimeoutExpired:  # it is among what is left
-            return
-
-
-class Interrupts:
-    """Whether Ctrl-C came while it was held back."""
-
-    has_come = False
-
-    def note(self, _number: int, _frame: FrameType | None) -> None:
-        """Take note instead of raising."""
-        self.has_come = True
-
-
-@contextmanager
-def interrupts_held_back() -> Iterator[Interrupts]:
-    """Let no Ctrl-C in; one that came is delivered when the context is left."""
-    interrupts = Interrupts()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupts  # only the main thread is interrupted
-        return
-    before = signal.signal(signal.SIGINT, interrupts.note)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before or signal.default_int_handler)
-        if interrupts.has_come:
-            signal.raise_signal(signal.SIGINT)
 
 
 def environment(settings: Mapping[str, str], marker: str) -> dict[str, str]:
@@ -376,28 +290,6 @@ def write_command(path: Path, argv: Sequence[str], settings: Mapping[str, str]) 
         is_secret = any(word in name.upper() for word in SECRET_WORDS)
         words.append(f'{name}="${name}"' if is_secret else f"{name}={shlex.quote(value)}")
     path.write_text(" ".join([*words, shlex.join(argv)]) + "\n", encoding="utf-8")
-
-
-def end_leftovers(path: Path) -> tuple[int, ...]:
-    """End servers that a run's journal shows as started and not ended; return the pids found alive.
-
-    For the case that tune and its guardian were both killed. Only what carries the recorded marker or is the
-    recorded process, start time included, is touched.
-
-    Raises:
-        HostError: one of them does not end.
-    """
-    found: list[int] = []
-    for entry in journal.unended(path):
-        family = Family(entry["marker"])
-        family.lead(entry["pid"], entry["create_time"])
-        found += [member.pid for member in family.members()]
-        survivors = family.end(patience=10.0)
-        if survivors:
-            names = ", ".join(map(_name, survivors))
-            raise HostError(f"left over from an earlier run and not to be ended: {names}", hint="end it by hand")
-        journal.append(path, event="ended", marker=entry["marker"], by="resume")
-    return tuple(found)
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -443,13 +335,6 @@ def _connections(process: psutil.Process) -> list[Any]:
         return list(process.net_connections(kind="tcp"))
     except psutil.Error:
         return []
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return f"{process.pid} ({process.name()})"
-    except psutil.Error:
-        return str(process.pid)
 
 
 def _reachable(host: str) -> str:

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tuner.records import Records
+from tuner.records import Floats, Records
 from tuner.replay.alarm import Alarm
 from tuner.replay.connection import Exchange, Pool, Target, clock
-from tuner.replay.tape import Floats, Tape
+from tuner.replay.tape import Tape
 
 try:
     import uvloop
@@ -41,7 +41,7 @@ class Load:
 
     Attributes:
         target: where to.
-        requests: each request's bytes, head and body.
+        requests: each request's bytes, head and body; emptied as they are sent.
         due: seconds after the anchor, ascending.
         input_len, output_len: tokens, as recorded.
         request_timeout: seconds that one request may take, if it is limited.

@@ -91,8 +91,8 @@ def authorization() -> dict[str, str]:
 class Exchange:
     """One request and its answer; notes on the tape when it has ended.
 
-    What arrives is stamped and laid aside, and looked at some reads later: the code that looks runs ten times
-    faster when it runs many times in a row than once after each sleep.
+    What arrives is stamped and laid aside, and looked at some reads later, many at a time: between two sleeps the
+    code that looks would be out of the processor's caches each time.
     """
 
     __slots__ = (

@@ -87,7 +87,7 @@ def compare(records: Records, before: Mapping[str, float], after: Mapping[str, f
     """
     numbers = dict(_per_request(records))
     served = _grown(before, after, f"{_HISTOGRAMS['ttft']}_count")
-    if served is None:
+    if served is None or not records.is_completed.all():
         return Comparison(numbers, ())
     if served > len(records):
         words = f"the server answered {served:.0f} requests, {served - len(records):.0f} more than this replay sent: "
@@ -101,7 +101,7 @@ def compare(records: Records, before: Mapping[str, float], after: Mapping[str, f
         # from version to version.
         theirs = total / (_later_tokens(records) if name == "itl" else count)
         numbers[f"server_{name}_mean"] = theirs
-        if records.is_completed.all() and abs(ours - theirs) > MARGIN[name] + SHARE * theirs:
+        if abs(ours - theirs) > MARGIN[name] + SHARE * theirs:
             notes.append(
                 f"{name} mean is {format_ms(ours)} here and {format_ms(theirs)} by the server's own count, "
                 f"further apart than {format_ms(MARGIN[name])} and {SHARE:.0%}"
@@ -114,7 +114,7 @@ def _grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -
 
 
 def _means(records: Records) -> dict[str, float]:
-    """Return the client's means over every request that had a first token, failed ones too, as the server has it."""
+    """Return the client's means of what the histograms hold."""
     found = {
         "ttft": metrics.per_request(records, "ttft_from_send"),
         "e2el": metrics.per_request(records, "e2el"),

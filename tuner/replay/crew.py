@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Protocol
 
 import numpy as np
 
@@ -25,11 +24,8 @@ READY_TIMEOUT, HEAD_START, TELL_EVERY, END_TIMEOUT = 120.0, 0.05, 0.5, 5.0
 SHARE_OF_CORE, HEADROOM = 0.5, 2.0
 
 
-class Job(Protocol):
-    """Makes the load of one process, in that process."""
-
-    def __call__(self) -> Load:
-        """Return what to send."""
+Job = Callable[[], Load]
+"""Makes the load of one process, in that process."""
 
 
 def processes_for(tokens_per_second: float, cost: float, cpus: int | None = None) -> int:
@@ -84,7 +80,9 @@ def _await_ready(pipes: Sequence[Connection], watch: Callable[[int], None], ever
         missing -= {pipe for pipe, _ in _heard(list(missing), every)}
         watch(0)
         if clock() > deadline:
-            raise HostError(f"{len(missing)} client processes were not ready after {READY_TIMEOUT:g} s")
+            raise HostError(
+                f"{len(missing)} client processes were not ready after {READY_TIMEOUT:g} s", hint="is this host busy?"
+            )
 
 
 def _heard(pipes: Sequence[Connection], timeout: float) -> list[tuple[Connection, int | Seen]]:
@@ -92,8 +90,9 @@ def _heard(pipes: Sequence[Connection], timeout: float) -> list[tuple[Connection
     speaking = wait(pipes, timeout)
     try:
         return [(pipe, pipe.recv()) for pipe in pipes if pipe in speaking]
-    except EOFError:
-        raise HostError("a client process ended before its replay did") from None
+    except (EOFError, ConnectionError):
+        hint = "what it said is above, if anything; killed by the system it says nothing: is memory short?"
+        raise HostError("a client process ended before its replay did", hint=hint) from None
 
 
 @contextmanager

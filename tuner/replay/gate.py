@@ -113,8 +113,7 @@ def judge(
         InvalidReplay: the client was late, lengths were not the recorded ones, or nothing completed.
     """
     records = seen.records
-    found = {**facts(records, seen.heartbeat_lag), **seen.client}
-    notes = list(_check_client(found, limits(ttft_limit, itl_limit)))
+    notes = list(_check_client(seen.client, limits(ttft_limit, itl_limit)))
     _check_sockets(records)
     _check_something_completed(seen)
     _check_lengths(records, endpoint)

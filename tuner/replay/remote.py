@@ -5,7 +5,6 @@ Before the clock starts only. Plain HTTP with a deadline, past any proxy.
 
 import http.client
 import json
-import os
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tuner.errors import HostError, SpecError
+from tuner.replay.connection import authorization
 from tuner.serving import Json
 
 DEADLINE = 10.0
@@ -111,8 +111,7 @@ def ask(url: str, body: Mapping[str, Json] | None = None, *, deadline: float = D
 
 
 def _fetch(url: str, body: Mapping[str, Json] | None, deadline: float) -> bytes:
-    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json"} | authorization()
     data = None if body is None else json.dumps(body).encode()
     until = time.monotonic() + deadline
     text = b""

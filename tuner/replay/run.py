@@ -7,7 +7,7 @@ Whether the numbers mean anything is for `gate.judge` to say.
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -63,8 +63,9 @@ def warm_up(
     Their prompts have a salt of their own: nothing of the measured rows is in the cache afterwards.
     """
     rows = warm_up_rows(workload, duration=duration, seed=seed)
-    sending = _Sending(Target(url, endpoint), model, Prompts(f"warm-up {seed}", vocab_size), _Form(extra_body, scale))
-    _alone(sending.job(schedule(rows), drain_timeout=WARM_UP_DRAIN)(), _Watch(check_alive, _nothing, len(rows)))
+    prompts = Prompts(f"warm-up {seed}", vocab_size)
+    job = _job(Target(url, endpoint), model, prompts, schedule(rows), extra_body=extra_body, scale=scale)
+    _alone(job(), _Watch(check_alive, _nothing, len(rows)))
 
 
 def warm_prefix(
@@ -100,8 +101,11 @@ def warm_prefix(
     rows = warm_prefixes(workload, capacity)
     if not rows:
         return 0
-    sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), _Form(extra_body, scale))
-    driver = Driver(sending.job(schedule(rows), request_timeout=WARM_UP_DRAIN)())
+    job = _job(
+        Target(url, endpoint), model, Prompts(salt, vocab_size), schedule(rows), extra_body=extra_body, scale=scale,
+        request_timeout=WARM_UP_DRAIN,
+    )  # fmt: skip
+    driver = Driver(job())
     failed = finish(_watched(driver, driver.in_order(PREFIX_STREAMS), _Watch(check_alive, _nothing, len(rows))))
     if failed:
         kinds = ", ".join(sorted(failed))
@@ -151,15 +155,17 @@ def replay(
         ServerDied: from `check_alive`.
     """
     plan = schedule(workload.requests)
-    crowd = _Crowd(min(processes, len(plan.rows)), "") if processes else _crowd(plan)
-    sending = _Sending(Target(url, endpoint), model, Prompts(salt, vocab_size), _Form(extra_body, scale))
-    job = sending.job(plan, request_timeout=request_timeout, drain_timeout=drain_timeout)
+    count, why = (min(processes, len(plan.rows)), ()) if processes else _crowd(plan)
+    job = _job(
+        Target(url, endpoint), model, Prompts(salt, vocab_size), plan, extra_body=extra_body, scale=scale,
+        request_timeout=request_timeout, drain_timeout=drain_timeout,
+    )  # fmt: skip
     watch = _Watch(check_alive, on_progress, len(plan.rows))
     before = finish(scrape(metrics_urls))
-    if crowd.processes == 1:
+    if count == 1:
         parts = [_alone(job(), watch)]
     else:
-        cut = crew.shards(len(plan.rows), crowd.processes)
+        cut = crew.shards(len(plan.rows), count)
         parts = crew.drive([job.part(shard) for shard in cut], watch, every=POLL)
     check_alive()
     after = finish(scrape(metrics_urls))
@@ -175,19 +181,11 @@ def replay(
         heartbeat_lag=tuple(all_seen.heartbeat_lag),
         client=_facts(all_seen, parts),
         server=comparison.numbers,
-        notes=(*_failure_notes(all_seen), *crowd.notes, *comparison.notes),
+        notes=(*_failure_notes(all_seen), *why, *comparison.notes),
     )
 
 
 # --- What is sent -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What bodies have beside the prompt, and how text is sized."""
-
-    extra_body: ExtraBody | None
-    scale: Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +195,13 @@ class _Job:
     target: Target
     model: str
     prompts: Prompts
-    form: "_Form"
+    extra_body: ExtraBody | None
+    scale: Scale
     rows: tuple[Request, ...]
     numbers: tuple[int, ...]
     due: Floats
-    request_timeout: float | None
-    drain_timeout: float
+    request_timeout: float | None = None
+    drain_timeout: float = WARM_UP_DRAIN
 
     def part(self, shard: slice) -> "_Job":
         """Return the job of one process."""
@@ -219,55 +218,26 @@ class _Job:
 
     def _request(self, row: Request, number: int) -> bytes:
         body = self.prompts.body(
-            self.model, row, number, endpoint=self.target.endpoint, extra_body=self.form.extra_body,
-            scale=self.form.scale,
+            self.model, row, number, endpoint=self.target.endpoint, extra_body=self.extra_body, scale=self.scale,
         )  # fmt: skip
         return self.target.request(body)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """To whom, as which model, with which prompts."""
-
-    target: Target
-    model: str
-    prompts: Prompts
-    form: "_Form"
-
-    def job(
-        self, plan: Schedule, *, request_timeout: float | None = None, drain_timeout: float = WARM_UP_DRAIN
-    ) -> _Job:
-        """Return the job of sending all rows of a schedule."""
-        return _Job(
-            self.target, self.model, self.prompts, self.form, plan.rows, tuple(range(len(plan.rows))), plan.due,
-            request_timeout, drain_timeout,
-        )  # fmt: skip
+def _job(target: Target, model: str, prompts: Prompts, plan: Schedule, **how: Any) -> _Job:
+    """Return the job of sending all rows of a schedule; `how` are the other fields of `_Job`."""
+    return _Job(target, model, prompts, rows=plan.rows, numbers=tuple(range(len(plan.rows))), due=plan.due, **how)
 
 
-@dataclass(frozen=True, slots=True)
-class _Crowd:
-    """How many processes send, and why, in words."""
-
-    processes: int
-    why: str
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return (self.why,) if self.why else ()
-
-
-def _crowd(plan: Schedule) -> _Crowd:
-    """Decide how many processes send: one, unless the self-test says that it would need more than half a core."""
+def _crowd(plan: Schedule) -> tuple[int, tuple[str, ...]]:
+    """Return how many processes send, and why: one, unless the self-test says it would need more than half a core."""
     rate = _tokens_per_second(plan)
     if rate <= SURELY_CARRIED:
-        return _Crowd(1, "")
+        return 1, ()
     cost = selftest.cost_per_token()
     processes = crew.processes_for(rate, cost)
-    words = f"about {rate:,.0f} tokens/s are expected, and one costs this client {cost * 1e6:.0f} us of CPU"
-    if processes == 1:
-        share = rate * cost
-        return _Crowd(1, f"{words}: one process sends" if share > crew.SHARE_OF_CORE / crew.HEADROOM else "")
-    return _Crowd(processes, f"{words}: {processes} processes send")
+    how = "one process sends" if processes == 1 else f"{processes} processes send"
+    words = f"about {rate:,.0f} tokens/s are expected, and one costs this client {cost * 1e6:.0f} us of CPU: {how}"
+    return processes, (words,) if processes > 1 or rate * cost > crew.SHARE_OF_CORE / crew.HEADROOM else ()
 
 
 def _tokens_per_second(plan: Schedule) -> float:

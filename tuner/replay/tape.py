@@ -3,9 +3,8 @@
 from array import array
 
 import numpy as np
-import numpy.typing as npt
 
-from tuner.records import Records
+from tuner.records import Floats, Records
 from tuner.replay.stream import Completion
 
 NEVER_SENT = "never_sent"
@@ -15,8 +14,6 @@ _SERVER = {
     "server_prefill": "time_to_first_token_ms",
     "server_itl": "mean_itl_ms",
 }
-
-Floats = npt.NDArray[np.float64]
 
 
 class Tape:

@@ -23,16 +23,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tuner import metrics
-from tuner.records import Records
+from tuner.records import Floats, Records
 from tuner.seams import Measurement, Replay
 
 BACKENDS = {"completions": "openai", "chat": "openai-chat"}
 PERCENTILES = (50, 90, 95, 99)
-
-Floats = npt.NDArray[np.float64]
 
 
 def to_bench(found: Measurement, repeat: int = 0) -> dict[str, Any]:

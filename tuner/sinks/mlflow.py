@@ -47,7 +47,7 @@ from mlflow.exceptions import MlflowException
 from tuner import spec as specs
 from tuner.results import TrialResult, default_of, limits, recommend, to_json
 from tuner.serving import Role, ServingConfig
-from tuner.sinks import pages, plots
+from tuner.sinks import notes, pages, plots, view
 from tuner.sinks.pages import WorkloadFacts
 from tuner.sinks.verdict import plain, verdict
 from tuner.spec import StudySpec
@@ -198,11 +198,11 @@ class MlflowSink:
         if self._experiment_id is None:
             return None
         base = base or (self._uri if self._uri.startswith("http") else "http://127.0.0.1:5000")
-        return pages.review_url(pages.without_secret(base), self._experiment_id, self._view_key)
+        return view.review_url(pages.without_secret(base), self._experiment_id, self._view_key)
 
     def hint(self, program: str = "mlflow") -> str:
         """Return what to type, and where to look, to review the study."""
-        return pages.open_ui_hint(self._uri, self.url(), program)
+        return view.open_ui_hint(self._uri, self.url(), program)
 
     @property
     def _view_key(self) -> str:
@@ -314,7 +314,8 @@ class MlflowSink:
             return
         stamp = pages.stamp(result.ended)
         mirror.add_metrics(child, [Metric(k, value, stamp, step) for k, value, step in pages.metrics(result)])
-        mirror.tag(child, pages.tags(spec, result, default))
+        note = {"mlflow.note.content": notes.trial_note(spec, result, default)}
+        mirror.tag(child, pages.tags(result, default) | note)
         mirror.client.log_inputs(child.run_id, [self._dataset()])
         self._log_trial_files(mirror, child.run_id, result.number)
         mirror.end(child, pages.status(result), result.ended)
@@ -356,7 +357,7 @@ class MlflowSink:
             parent,
             pages.study_tags(spec, ordered)
             | {
-                "mlflow.note.content": pages.note(spec, ordered, self._links(mirror)),
+                "mlflow.note.content": notes.note(spec, ordered, self._links(mirror)),
                 "mlflow.loggedArtifacts": json.dumps([{"path": "trials.json", "type": "table"}]),
                 "tune.run_folder": plain(self._run_folder),
             },
@@ -389,21 +390,21 @@ class MlflowSink:
 
     def _describe_experiment(self, mirror: _Mirror, spec: StudySpec, ordered: Sequence[TrialResult]) -> None:
         """Leave a description and a saved view; the view's format is the UI's own, so it may fail unsaid."""
-        link = pages.fragment(mirror.experiment_id, self._view_key)
-        text = pages.experiment_note(spec, self._workload, link)
+        link = view.fragment(mirror.experiment_id, self._view_key)
+        text = notes.experiment_note(spec, self._workload, link)
         mirror.client.set_experiment_tag(mirror.experiment_id, "mlflow.note.content", text)
         try:
-            view = pages.saved_view(spec, ordered, self._uid)
-            mirror.client.set_experiment_tag(mirror.experiment_id, VIEW_PREFIX + self._view_key, view)
+            saved = view.saved_view(spec, ordered, self._uid)
+            mirror.client.set_experiment_tag(mirror.experiment_id, VIEW_PREFIX + self._view_key, saved)
         except MlflowException as error:
             LOG.debug("no saved view: %s", error)
 
-    def _links(self, mirror: _Mirror) -> pages.Links:
+    def _links(self, mirror: _Mirror) -> notes.Links:
         trials = {
             int(key.rpartition(":")[2]): f"#/experiments/{mirror.experiment_id}/runs/{child.run_id}"
             for key, child in mirror.children.items()
         }
-        return pages.Links(pages.fragment(mirror.experiment_id, self._view_key), trials)
+        return notes.Links(view.fragment(mirror.experiment_id, self._view_key), trials)
 
 
 def _all_runs(client: MlflowClient, experiment_id: str, wanted: str) -> Iterator[Run]:

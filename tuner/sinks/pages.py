@@ -1,17 +1,13 @@
-"""What MLflow is told about a study, as plain values: params, tags, metrics, the note, the saved view.
+"""What MLflow is told about a study, as plain values: params, tags, metrics, the table, the dataset.
 
 Pure: results in, dicts and text out; sinks/mlflow.py sends them. Names from outside are data here too:
-they are escaped for Markdown and HTML, and keys keep to the letters that MLflow takes.
+keys keep to the letters that MLflow takes. What people read is in notes.py, where they review in view.py.
 """
 
-import base64
-import html
 import io
 import json
 import math
 import re
-import shlex
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -20,12 +16,10 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from tuner import slo as slos
 from tuner import units
 from tuner.errors import FailureKind
 from tuner.results import (
     TrialResult,
-    default_of,
     differences,
     feasible,
     flat,
@@ -66,7 +60,6 @@ SHAPE = {
     "output_len_p95": "output tokens p95",
 }
 COLUMNS = (("arrival_s", "double"), ("input_len", "long"), ("output_len", "long"))
-MOST_VARIED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +74,6 @@ class WorkloadFacts:
     def of(cls, workload: Workload) -> "WorkloadFacts":
         """Return the facts of a loaded workload."""
         return cls(workload.name, workload.sha256, describe(workload.requests))
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """Addresses inside the UI: the saved view, and each trial's page by its number."""
-
-    review: str
-    trials: Mapping[int, str]
 
 
 def metrics(result: TrialResult) -> Iterator[tuple[str, float, int]]:
@@ -146,11 +131,10 @@ def _text(value: Json) -> str:
     return plain(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
 
 
-def tags(spec: StudySpec, result: TrialResult, default: TrialResult | None) -> dict[str, str]:
+def tags(result: TrialResult, default: TrialResult | None) -> dict[str, str]:
     """Return the tags of a trial that later trials do not change."""
     own = {
         "mlflow.runName": run_name(result, default),
-        "mlflow.note.content": trial_note(spec, result, default),
         "tune.role": result.label or "candidate",
         "tune.outcome": outcome(result),
         "tune.slo": {True: "met", False: "missed", None: "none"}[result.slos_met],
@@ -205,25 +189,6 @@ def _in_short(name: str, value: Json) -> str:
     if value is None:
         return f"no-{short}"
     return f"{short}{_text(value)}" if stem in SHORT_NAMES else f"{short}={_text(value)}"
-
-
-def trial_note(spec: StudySpec, result: TrialResult, default: TrialResult | None) -> str:
-    """Return a trial's description: configuration, what came out, or why it failed."""
-    words = result.label or configuration(result, default)
-    lines = [f"**{markdown(words)}**", ""]
-    if result.same_as is not None:
-        lines.append(f"The same configuration as trial {result.same_as}: not measured again.")
-    elif result.failure is not None:
-        lines += [f"Failed ({result.failure.kind}): {markdown(result.failure.message)}", ""]
-        lines += [f"    {html.escape(plain(line))[:300]}" for line in result.failure.log[-10:]]
-    else:
-        lines += [f"- {_value(k, result)}" for k in spec.objective_metrics if k in result.metrics]
-        lines += [f"- Note: {markdown(text)}" for text in notes_of([result])]
-    return "\n".join(lines)
-
-
-def _value(name: str, result: TrialResult) -> str:
-    return markdown(f"{metric_name(name)} {slos.describe(name, result.metrics[name])}")
 
 
 def study_params(spec: StudySpec, workload: WorkloadFacts, vllm_version: str | None) -> dict[str, str]:
@@ -334,123 +299,6 @@ def table(spec: StudySpec, results: Sequence[TrialResult]) -> dict[str, Any]:
 
 def _rounded(name: str, value: float | None) -> float | None:
     return None if value is None else round(value * (1e3 if units.is_duration(name) else 1), 3)
-
-
-def markdown(text: object) -> str:
-    """Return text from outside so that Markdown and HTML show it as it is."""
-    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(plain(text), quote=False))
-
-
-def note(spec: StudySpec, results: Sequence[TrialResult], links: Links) -> str:
-    """Return the parent's description: the answer first, because the UI folds what comes after five lines."""
-    x, y = spec.objective_metrics
-    own = [r for r in results if r.same_as is None]
-    answer, *rest = verdict(spec, own).splitlines()
-    lines = [f"**{markdown(answer)}**", ""]
-    if rows := _compared(own, recommend(own, x, y), links):
-        lines += [f"| | {markdown(metric_name(x))} | {markdown(metric_name(y))} | differs from the default by |"]
-        lines += ["|---|---|---|---|", *(_note_row(spec, name, r, default_of(own)) for name, r in rows), ""]
-    lines += [f"- {markdown(line)}" for line in rest]
-    if asked := limits(spec.slo, own):
-        lines.append(f"- SLO: {markdown(', '.join(describe_slo(slo) for slo in asked))}")
-    lines.append(f"- All trials: [Pareto review]({links.review}). The front: Artifacts, `pareto/pareto.html`.")
-    return "\n".join(lines)[:LONGEST_TAG]
-
-
-def _compared(own: Sequence[TrialResult], best: TrialResult | None, links: Links) -> list[tuple[str, TrialResult]]:
-    """The trials a reader compares, each with its linked name: the recommended one, default, baselines."""
-    chosen = [("recommended", best)] if best is not None else []
-    chosen += [(r.label, r) for r in own if r.label and r.is_measured and r is not best]
-    return [(_linked(f"{markdown(role)}, trial {r.number}", links.trials.get(r.number)), r) for role, r in chosen if r]
-
-
-def _linked(text: str, address: str | None) -> str:
-    return f"[{text}]({address})" if address else text
-
-
-def _note_row(spec: StudySpec, name: str, result: TrialResult, default: TrialResult | None) -> str:
-    cells = [slos.describe(k, result.metrics[k]) if k in result.metrics else "" for k in spec.objective_metrics]
-    return f"| {name} | {' | '.join(cells)} | {markdown(configuration(result, default))} |"
-
-
-def experiment_note(spec: StudySpec, workload: WorkloadFacts, review: str) -> str:
-    """Return the experiment's description: what is served on which traffic, and where to look."""
-    traffic = f"{markdown(short_model(spec.model))} on recorded traffic, **{markdown(workload.name)}**"
-    shape = [f"{words} {workload.shape[name]:,.4g}" for name, words in SHAPE.items() if name in workload.shape]
-    return f"{traffic}. [Pareto review of {markdown(spec.name)}]({review})\n\n{markdown(', '.join(shape))}\n"
-
-
-def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str:
-    """Return the value of the experiment tag that is a saved view of the runs page.
-
-    The format is the UI's own (seen in MLflow 3.17): best effort, looked at in tests/test_mlflow_browser.py.
-    """
-    x, y = (metric_key(name) for name in spec.objective_metrics)
-    varied = _varied(spec, results)
-    wanted = {"tune.study_uid": f"= '{uid}'", "tune.kind": "= 'trial'", "tune.outcome": "!= 'same_as'"}
-    shown = ("slo", "pareto", "recommended", "role", "failure")
-    state = {
-        "searchFilter": " AND ".join(f"tags.`{name}` {condition}" for name, condition in wanted.items()),
-        "orderByKey": f"metrics.`{y}`",
-        "orderByAsc": True,
-        "selectedColumns": [
-            *(f"params.`{name}`" for name in varied),
-            *(f"metrics.`{name}`" for name in (x, y)),
-            *(f"tags.`tune.{name}`" for name in shown),
-        ],
-        "compareRunCharts": _charts(x, y, varied),
-        "compareRunSections": [
-            {"uuid": "tune", "name": "TTFT against ITL", "display": True, "isReordered": True, "columns": 2}
-        ],
-        "isAccordionReordered": True,
-        "hideEmptyCharts": True,
-        "runsHiddenMode": "SHOWALL",
-    }
-    packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
-    created = stamp(min((r.started for r in results), default=0.0))
-    name = plain(f"Pareto review: {spec.name}")
-    return json.dumps({"name": name, "createdAt": created, "updatedAt": created, "state": f"deflate;{packed}"})
-
-
-def _varied(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
-    """The params in which trials differ, topology first when there are several."""
-    by_name: dict[str, set[str]] = {}
-    for own in params_of_all(results).values():
-        for name, value in own.items():
-            by_name.setdefault(name, set()).update({value} - {NOT_GIVEN})
-    first = [key(name) for name in ("topology", *spec.search_space) if len(by_name.get(key(name), ())) > 1]
-    rest = [name for name, values in by_name.items() if len(values) > 1 and name not in {*first, "pd_ratio"}]
-    return [*first, *rest][:MOST_VARIED]
-
-
-def _charts(x: str, y: str, varied: Sequence[str]) -> list[dict[str, Any]]:
-    base = {"deleted": False, "isGenerated": False, "metricSectionId": "tune", "runsCountToCompare": 100}
-    axes = {"xaxis": {"key": x, "type": "METRIC"}, "yaxis": {"key": y, "type": "METRIC"}}
-    lines = {"selectedParams": list(varied), "selectedMetrics": [x, y], "showAllRuns": False}
-    return [
-        base | {"type": "SCATTER", "uuid": "tune-scatter", "displayName": "TTFT against ITL"} | axes,
-        base | {"type": "PARALLEL", "uuid": "tune-parallel", "displayName": "Arguments to latencies"} | lines,
-    ]
-
-
-def fragment(experiment_id: str, view_key: str) -> str:
-    """Return the address of the saved view inside the UI."""
-    return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={view_key}"
-
-
-def review_url(base: str, experiment_id: str, view_key: str) -> str:
-    """Return the address of the saved view in the UI at `base`."""
-    return f"{base.rstrip('/')}/{fragment(experiment_id, view_key)}"
-
-
-def open_ui_hint(tracking_uri: str, url: str | None, program: str = "mlflow") -> str:
-    """Return what to type to open the UI on this store, and the address to look at."""
-    if tracking_uri.startswith("http"):
-        return url or without_secret(tracking_uri)
-    lines = [] if has_ui() else ["pip install 'vllm-slo-tuner[ui]'"]
-    command = f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
-    lines.append(f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {command}")  # without it: 11 processes, 2.6 GB
-    return "\n".join(lines + ([url] if url else []))
 
 
 def short_model(model: str) -> str:

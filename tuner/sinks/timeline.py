@@ -111,8 +111,8 @@ def _itl(axes: Axes, records: Records, edges: Floats, limits: Sequence[Slo]) -> 
         line = [metrics.Sample(values).statistic(statistic) for values in inside]
         axes.plot(middle, [np.nan if v is None else v for v in line], style, color=colour, linewidth=1.4,
                   marker=".", markersize=3, label=f"{name} {statistic} of {edges[1]:g} s")  # fmt: skip
-    stalls, at = _chunk_gaps(records)
-    longest = [stalls[(at >= low) & (at < high)] * 1e3 for low, high in pairwise(edges)]
+    between = metrics.gaps(records, records.chunk_tokens)
+    longest = [between.length[(between.end >= low) & (between.end < high)] * 1e3 for low, high in pairwise(edges)]
     tops = np.array([values.max() if len(values) else np.nan for values in longest])
     axes.plot(middle, tops, "v", color=ORANGE, markersize=5, label="longest gap between chunks", zorder=3)
     axes.set_ylabel(f"{name} (ms)")
@@ -124,19 +124,13 @@ def _itl(axes: Axes, records: Records, edges: Floats, limits: Sequence[Slo]) -> 
 def token_gaps(records: Records) -> tuple[Floats, Floats, str]:
     """Return the gaps between tokens, when each ended, and their name: ICL where token counts are not known."""
     tokens = metrics.known_tokens(records)
-    counts = np.diff(records.chunk_start)
-    owner = np.repeat(np.arange(len(records)), counts)
-    ends = records.chunk_time[1:][owner[1:] == owner[:-1]]
     between = metrics.gaps(records, np.ones(len(records.chunk_time)) if tokens is None else tokens)
     times = between.tokens.astype(np.int64)
-    return np.repeat(between.length / between.tokens, times), np.repeat(ends, times), "ICL" if tokens is None else "ITL"
-
-
-def _chunk_gaps(records: Records) -> tuple[Floats, Floats]:
-    """Return the gaps between chunks, and when each ended."""
-    owner = np.repeat(np.arange(len(records)), np.diff(records.chunk_start))
-    inside = owner[1:] == owner[:-1]
-    return np.diff(records.chunk_time)[inside], records.chunk_time[1:][inside]
+    return (
+        np.repeat(between.length / between.tokens, times),
+        np.repeat(between.end, times),
+        "ICL" if tokens is None else "ITL",
+    )
 
 
 def _finish(axes: Axes, limits: Sequence[Slo], *, positive: Floats) -> None:

@@ -1,0 +1,86 @@
+"""What people read in MLflow: the descriptions of a trial, of a study and of the experiment, in Markdown.
+
+Names from outside are data here: they are escaped for Markdown and HTML.
+"""
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tuner import slo as slos
+from tuner.results import TrialResult, default_of, limits, recommend
+from tuner.sinks import pages
+from tuner.sinks.verdict import configuration, describe_slo, metric_name, notes_of, plain, verdict
+from tuner.spec import StudySpec
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Addresses inside the UI: the saved view, and each trial's page by its number."""
+
+    review: str
+    trials: Mapping[int, str]
+
+
+def trial_note(spec: StudySpec, result: TrialResult, default: TrialResult | None) -> str:
+    """Return a trial's description: configuration, what came out, or why it failed."""
+    words = result.label or configuration(result, default)
+    lines = [f"**{markdown(words)}**", ""]
+    if result.same_as is not None:
+        lines.append(f"The same configuration as trial {result.same_as}: not measured again.")
+    elif result.failure is not None:
+        lines += [f"Failed ({result.failure.kind}): {markdown(result.failure.message)}", ""]
+        lines += [f"    {html.escape(plain(line))[:300]}" for line in result.failure.log[-10:]]
+    else:
+        lines += [f"- {_value(k, result)}" for k in spec.objective_metrics if k in result.metrics]
+        lines += [f"- Note: {markdown(text)}" for text in notes_of([result])]
+    return "\n".join(lines)[: pages.LONGEST_TAG]
+
+
+def _value(name: str, result: TrialResult) -> str:
+    return markdown(f"{metric_name(name)} {slos.describe(name, result.metrics[name])}")
+
+
+def markdown(text: object) -> str:
+    """Return text from outside so that Markdown and HTML show it as it is."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(plain(text), quote=False))
+
+
+def note(spec: StudySpec, results: Sequence[TrialResult], links: Links) -> str:
+    """Return the parent's description: the answer first, because the UI folds what comes after five lines."""
+    x, y = spec.objective_metrics
+    own = [r for r in results if r.same_as is None]
+    answer, *rest = verdict(spec, own).splitlines()
+    lines = [f"**{markdown(answer)}**", ""]
+    if rows := _compared(own, recommend(own, x, y), links):
+        lines += [f"| | {markdown(metric_name(x))} | {markdown(metric_name(y))} | differs from the default by |"]
+        lines += ["|---|---|---|---|", *(_note_row(spec, name, r, default_of(own)) for name, r in rows), ""]
+    lines += [f"- {markdown(line)}" for line in rest]
+    if asked := limits(spec.slo, own):
+        lines.append(f"- SLO: {markdown(', '.join(describe_slo(slo) for slo in asked))}")
+    lines.append(f"- All trials: [Pareto review]({links.review}). The front: Artifacts, `pareto/pareto.html`.")
+    return "\n".join(lines)[: pages.LONGEST_TAG]
+
+
+def _compared(own: Sequence[TrialResult], best: TrialResult | None, links: Links) -> list[tuple[str, TrialResult]]:
+    """The trials a reader compares, each with its linked name: the recommended one, default, baselines."""
+    chosen = [("recommended", best)] if best is not None else []
+    chosen += [(r.label, r) for r in own if r.label and r.is_measured and r is not best]
+    return [(_linked(f"{markdown(role)}, trial {r.number}", links.trials.get(r.number)), r) for role, r in chosen if r]
+
+
+def _linked(text: str, address: str | None) -> str:
+    return f"[{text}]({address})" if address else text
+
+
+def _note_row(spec: StudySpec, name: str, result: TrialResult, default: TrialResult | None) -> str:
+    cells = [slos.describe(k, result.metrics[k]) if k in result.metrics else "" for k in spec.objective_metrics]
+    return f"| {name} | {' | '.join(cells)} | {markdown(configuration(result, default))} |"
+
+
+def experiment_note(spec: StudySpec, workload: pages.WorkloadFacts, review: str) -> str:
+    """Return the experiment's description: what is served on which traffic, and where to look."""
+    traffic = f"{markdown(pages.short_model(spec.model))} on recorded traffic, **{markdown(workload.name)}**"
+    shape = [f"{words} {workload.shape[name]:,.4g}" for name, words in pages.SHAPE.items() if name in workload.shape]
+    return f"{traffic}. [Pareto review of {markdown(spec.name)}]({review})\n\n{markdown(', '.join(shape))}\n"
