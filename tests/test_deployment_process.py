@@ -41,7 +41,7 @@ def test_a_server_is_ready_when_entered_and_gone_when_left(tmp_path: Path) -> No
     with launcher().launch(little(), tmp_path) as deployment:
         (server,) = deployment.servers
         assert get(deployment.url, "/health") == 200
-        assert deployment.metrics_urls == (f"{deployment.url}/metrics",)
+        assert [m.metrics_url for m in deployment.members] == [f"{deployment.url}/metrics"]
         assert marked(server.marker) == {server.pid}
         deployment.check_alive()
 

@@ -129,8 +129,8 @@ class LiveEvaluator:
                 )  # fmt: skip
             return replaying.replay(
                 deployment.url, served_name(config), self.workload, salt=salt, vocab_size=self.vocab_size,
-                metrics_urls=deployment.metrics_urls, drain_timeout=self.spec.workload.drain_timeout,
-                check_alive=deployment.check_alive,
+                metrics_urls=[member.metrics_url for member in deployment.members],
+                drain_timeout=self.spec.workload.drain_timeout, check_alive=deployment.check_alive,
             )  # fmt: skip
 
         def judge(seen: Replay) -> tuple[str, ...]:

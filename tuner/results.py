@@ -6,13 +6,13 @@ A TrialResult is complete before Optuna is told; sinks and reports read nothing 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tuner import units
 from tuner.errors import FailureKind
 from tuner.metrics import Metrics
-from tuner.serving import SINGLE, Json, Role, ServingConfig, Topology
+from tuner.serving import ROUTER, SINGLE, Front, Json, Role, ServingConfig, Topology
 from tuner.slo import Slo
 
 NOISE = 0.02
@@ -227,6 +227,7 @@ def config_to_json(config: ServingConfig) -> dict[str, Any]:
         "args": dict(config.args),
         "role_args": {str(role): dict(args) for role, args in config.role_args.items()},
         "env": dict(config.env),
+        "front": asdict(config.front),
     }
 
 
@@ -239,6 +240,7 @@ def config_from_json(data: Mapping[str, Any]) -> ServingConfig:
         args=data["args"],
         role_args={Role(role): args for role, args in data["role_args"].items()},
         env=data["env"],
+        front=Front(**front | {"command": tuple(front["command"])}) if (front := data.get("front")) else ROUTER,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tuner.records import Records
 from tuner.results import Repeat, TrialResult
-from tuner.serving import Json, ServingConfig
+from tuner.serving import Json, Role, ServingConfig
 from tuner.slo import Slo
 from tuner.spec import StudySpec
 from tuner.workload import Workload
@@ -82,16 +82,29 @@ class Measurement:
         return all((excess := slo.excess(self.metrics)) is not None and excess <= 0 for slo in self.slos)
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A server of a deployment: its role, and where it answers itself, past any front."""
+
+    role: Role
+    url: str
+
+    @property
+    def metrics_url(self) -> str:
+        """Its Prometheus endpoint."""
+        return f"{self.url}/metrics"
+
+
 class Deployment(Protocol):
     """Servers that are up; closing them is the launcher's business."""
 
     @property
     def url(self) -> str:
-        """Where requests go, such as "http://127.0.0.1:8012"."""
+        """Where requests go, such as "http://127.0.0.1:8012": the front of a group, or the one server."""
 
     @property
-    def metrics_urls(self) -> Sequence[str]:
-        """The Prometheus endpoints of all members."""
+    def members(self) -> Sequence[Member]:
+        """The servers, prefillers before decoders; not the front."""
 
     def check_alive(self) -> None:
         """Raise ServerDied when a member has ended; cheap enough to call every 100 ms."""

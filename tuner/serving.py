@@ -1,4 +1,4 @@
-"""What a configuration of vLLM is, and how it becomes a command line or a config file.
+"""What a configuration of vLLM is, and how it becomes command lines or config files: one server, or a group.
 
 Arguments keep vLLM's own names with underscores (`max_num_batched_tokens`) everywhere inside; only
 this module turns `_` into `-`.
@@ -6,14 +6,18 @@ this module turns `_` into `-`.
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
 # Arguments whose values never belong on a command line or in a file, and the variable to export instead.
 SECRET_ARGUMENTS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
+
+# Each multiplies the GPUs that one server takes.
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -24,6 +28,11 @@ class Role(StrEnum):
     ANY = "any"
     PREFILLER = "prefiller"
     DECODER = "decoder"
+
+    @property
+    def kv_role(self) -> str | None:
+        """The role's name in vLLM's `kv_transfer_config`; None for a server that transfers nothing."""
+        return {Role.PREFILLER: "kv_producer", Role.DECODER: "kv_consumer"}.get(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +69,46 @@ class Topology:
         """The roles that have arguments of their own."""
         return (Role.ANY,) if self.replicas else (Role.PREFILLER, Role.DECODER)
 
+    @property
+    def is_pd(self) -> bool:
+        """Whether prefill and decode run on servers of their own."""
+        return not self.replicas
+
+    @property
+    def is_group(self) -> bool:
+        """Whether there is more than one server, with a front before them."""
+        return self.n_servers > 1
+
+    def count(self, role: Role) -> int:
+        """Return how many servers of a role there are."""
+        return {Role.ANY: self.replicas, Role.PREFILLER: self.prefillers, Role.DECODER: self.decoders}[role]
+
+    @property
+    def members(self) -> tuple[tuple[Role, int], ...]:
+        """Role and number of each server, prefillers first: ((prefiller, 0), (decoder, 0), (decoder, 1))."""
+        return tuple((role, index) for role in self.roles for index in range(self.count(role)))
+
 
 SINGLE = Topology(replicas=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What stands before the servers of a group and spreads requests over them: vllm-router.
+
+    Attributes:
+        command: the program and its leading words.
+        policy: how it chooses a server; one of vllm-router's `--policy`.
+        prefill_policy, decode_policy: for one role of a PD group; None: `policy`.
+    """
+
+    command: tuple[str, ...] = ("vllm-router",)
+    policy: str = "round_robin"
+    prefill_policy: str | None = None
+    decode_policy: str | None = None
+
+
+ROUTER = Front()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +122,7 @@ class ServingConfig:
         topology: how many servers of which role.
         role_args: arguments of one role only, on top of `args`.
         command: the program and its leading words; the model and flags follow.
+        front: stands before the servers of a group; a single server has none.
     """
 
     model: str
@@ -83,6 +131,7 @@ class ServingConfig:
     topology: Topology = SINGLE
     role_args: Mapping[Role, Mapping[str, Json]] = field(default_factory=dict)
     command: tuple[str, ...] = ("vllm", "serve")
+    front: Front = ROUTER
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "args", MappingProxyType(_given(self.args)))
@@ -93,13 +142,24 @@ class ServingConfig:
     @property
     def key(self) -> str:
         """Return a short text equal for configurations that start the same servers."""
-        parts = [self.model, dict(self.args), dict(self.env), str(self.topology), list(self.command)]
+        parts: list[object] = [self.model, dict(self.args), dict(self.env), str(self.topology), list(self.command)]
         parts.append({str(role): dict(args) for role, args in self.role_args.items()})
+        parts.append(asdict(self.front) if self.topology.is_group else None)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def for_role(self, role: Role) -> dict[str, Json]:
         """Return the arguments a server of this role is given."""
         return dict(self.args) | dict(self.role_args.get(role, {}))
+
+    def gpus_per_server(self, role: Role) -> int:
+        """Return how many GPUs one server of a role takes: the product of its parallel sizes."""
+        given = self.for_role(role)
+        return math.prod(size for name in PARALLEL_SIZES if isinstance(size := given.get(name), int))
+
+    @property
+    def n_gpus(self) -> int:
+        """GPUs that all servers take together."""
+        return sum(self.topology.count(role) * self.gpus_per_server(role) for role in self.topology.roles)
 
 
 def _given(args: Mapping[str, Json]) -> dict[str, Json]:
@@ -154,3 +214,32 @@ def to_config(config: ServingConfig, role: Role = Role.ANY) -> dict[str, Json]:
         else:
             out[key] = value
     return out
+
+
+def front_argv(
+    config: ServingConfig, host: str, port: int, urls: Mapping[Role, Sequence[str]], *, prometheus_port: int
+) -> list[str]:
+    """Return the command that starts the front of a group.
+
+    Args:
+        config: of the group.
+        host: where the front listens.
+        port: likewise.
+        urls: of the servers, by role.
+        prometheus_port: vllm-router serves its own metrics there.
+    """
+    front = config.front
+    argv = list(front.command)
+    if config.topology.is_pd:
+        argv += ["--vllm-pd-disaggregation"]
+        argv += [word for url in urls[Role.PREFILLER] for word in ("--prefill", url)]
+        argv += [word for url in urls[Role.DECODER] for word in ("--decode", url)]
+    else:
+        argv += ["--worker-urls", *urls[Role.ANY]]
+    argv += ["--policy", front.policy]
+    if config.topology.is_pd:
+        for flag_name, policy in (("--prefill-policy", front.prefill_policy), ("--decode-policy", front.decode_policy)):
+            argv += [flag_name, policy] if policy else []
+    # The servers are ready when the front starts; by default it would look again only after 30 s.
+    argv += ["--host", host, "--port", str(port), "--worker-startup-check-interval", "1"]
+    return [*argv, "--prometheus-port", str(prometheus_port), "--log-level", "warning"]

@@ -109,7 +109,7 @@ def test_a_real_server_starts_answers_and_leaves_nothing(
         body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
         answer = fetch(f"{deployment.url}/v1/completions", json.dumps(body).encode())
         assert json.loads(answer)["usage"]["completion_tokens"] == 4
-        assert b"vllm:num_requests_running" in fetch(deployment.metrics_urls[0])
+        assert b"vllm:num_requests_running" in fetch(deployment.members[0].metrics_url)
         deployment.check_alive()
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         assert any("EngineCore" in member.name() for member in family)

@@ -26,6 +26,7 @@ from tuner.deployment.family import MARKER, Family, exit_code
 from tuner.deployment.guardian import Guardian
 from tuner.deployment.stopping import Stopping, interrupts_held_back
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
+from tuner.seams import Member
 from tuner.serving import SECRET_ARGUMENTS, Json, Role, ServingConfig, to_argv
 
 POLL = 0.2
@@ -93,9 +94,9 @@ class Deployment:
         return self.servers[0].port
 
     @property
-    def metrics_urls(self) -> tuple[str, ...]:
-        """The Prometheus endpoints of all servers."""
-        return tuple(f"{server.url}/metrics" for server in self.servers)
+    def members(self) -> tuple[Member, ...]:
+        """The servers."""
+        return tuple(Member(server.role, server.url) for server in self.servers)
 
     def check_alive(self) -> None:
         """Raise ServerDied when a server has ended."""
