@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from tuner.deployment.process import LocalLauncher
+from tuner.deployment.launcher import LocalLauncher
 from tuner.serving import ServingConfig
 
 LITTLE = Path(__file__).parent / "data" / "little_server.py"

@@ -20,7 +20,8 @@ import numpy as np
 from tuner.records import Records
 from tuner.replay import run
 from tuner.replay.stream import Completion
-from tuner.seams import Replay
+from tuner.seams import Member, Replay
+from tuner.serving import Role
 from tuner.workload import Request, Workload
 
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
@@ -168,9 +169,9 @@ def wait_for(url: str, process: subprocess.Popen[bytes], timeout: float = 20) ->
 def play(server: FakeServer | str, what: Workload, *, salt: str = "a", **more: Any) -> Replay:
     """Replay a workload against a fake server, or against a URL without metrics."""
     url = server if isinstance(server, str) else server.url
-    urls = [] if isinstance(server, str) else [f"{url}/metrics"]
+    members = [] if isinstance(server, str) else [Member(Role.ANY, url)]
     more = {"drain_timeout": 10.0, **more}
-    return run.replay(url, "m", what, salt=salt, vocab_size=VOCAB_SIZE, metrics_urls=urls, **more)
+    return run.replay(url, "m", what, salt=salt, vocab_size=VOCAB_SIZE, members=members, **more)
 
 
 def errors(replay: Replay) -> list[str]:

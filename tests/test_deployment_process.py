@@ -27,7 +27,7 @@ from deployment_data import (
 from tuner.deployment import failures, journal, ports, process, stopping
 from tuner.deployment.family import Family
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
-from tuner.serving import ServingConfig, Topology
+from tuner.serving import ServingConfig
 
 
 def get(url: str, path: str) -> int:
@@ -68,7 +68,7 @@ def test_the_environment_is_inherited_except_what_slows_starts(monkeypatch: pyte
     """Byte code is kept, usage reports are off, compile caches survive trials; the user's own caches win."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/mine")
-    settings = launcher(cache_directory=Path("/cache"), gpus=(1, 3)).settings({"EXTRA": "yes"})
+    settings = process.settings({"EXTRA": "yes"}, cache=Path("/cache"), gpus=(1, 3))
     env = process.environment(settings, "m")
 
     assert "PYTHONDONTWRITEBYTECODE" not in env
@@ -222,13 +222,6 @@ def test_secrets_on_the_command_line_are_refused(tmp_path: Path) -> None:
         pytest.raises(SpecError, match="api_key"),
         launcher().launch(little(args={"api_key": "x"}), tmp_path),
     ):
-        pass
-
-
-def test_a_group_is_not_for_this_launcher(tmp_path: Path) -> None:
-    """More than one server is refused, not started in part."""
-    config = little(topology=Topology.parse("2x"))
-    with pytest.raises(SpecError, match="2x"), launcher().launch(config, tmp_path):
         pass
 
 

@@ -19,7 +19,7 @@ from tuner import measure, units
 from tuner import plan as plans
 from tuner import spec as specs
 from tuner import workload as workloads
-from tuner.deployment.process import LocalLauncher
+from tuner.deployment.launcher import LocalLauncher
 from tuner.deployment.program import as_typed
 from tuner.deployment.stopping import end_leftovers
 from tuner.errors import ExitCode, HostError, Interrupted, SpecError

@@ -4,18 +4,18 @@ The only place in which deployment and replay meet.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuner import metrics, units
 from tuner.errors import HostError
-from tuner.replay import attempts, gate
+from tuner.replay import attempts, gate, pairs, transfer
 from tuner.replay import run as replaying
 from tuner.results import Repeat
 from tuner.seams import Deployment, Evaluation, Launcher, Progress, Replay
-from tuner.serving import ServingConfig
+from tuner.serving import Role, ServingConfig
 from tuner.sinks.runfolder import write_json
 from tuner.slo import Slo
 from tuner.spec import StudySpec
@@ -29,6 +29,14 @@ TELLING = {
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "generation_tokens",
 }
+PROMPT_COUNTERS = (
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prompt_tokens_total",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_queue_time_seconds_count",
+)
+OUTPUT_COUNTERS = ("vllm:generation_tokens_total",)
 
 
 @dataclass(slots=True)
@@ -91,6 +99,7 @@ class LiveEvaluator:
             deployment = stack.enter_context(self.launcher.launch(config, directory))
             watch.seconds["start"] = time.perf_counter() - started
             with watch.phase("warm_up"):
+                self._introduce(config, deployment, progress)
                 self._warm_up(config, deployment, progress)
             for number in range(1, self.spec.repeats + 1):
                 with watch.phase("replay"):
@@ -99,6 +108,16 @@ class LiveEvaluator:
             progress.phase("stopping")
             with watch.phase("stop"):
                 stack.close()
+
+    def _introduce(self, config: ServingConfig, deployment: Deployment, progress: Progress) -> None:
+        """Let each prefiller meet each decoder; without PD nobody needs to."""
+        if not config.topology.is_pd:
+            return
+        progress.phase("first transfers")
+        pairs.warm(
+            deployment.members, served_name(config), seed=self.spec.seed, vocab_size=self.vocab_size,
+            check_alive=deployment.check_alive,
+        )  # fmt: skip
 
     def _warm_up(self, config: ServingConfig, deployment: Deployment, progress: Progress) -> None:
         progress.phase("warm-up", expected=self.spec.workload.warm_up)
@@ -129,15 +148,18 @@ class LiveEvaluator:
                 )  # fmt: skip
             return replaying.replay(
                 deployment.url, served_name(config), self.workload, salt=salt, vocab_size=self.vocab_size,
-                metrics_urls=[member.metrics_url for member in deployment.members],
+                members=deployment.members,
                 drain_timeout=self.spec.workload.drain_timeout, check_alive=deployment.check_alive,
             )  # fmt: skip
 
         def judge(seen: Replay) -> tuple[str, ...]:
-            return gate.judge(
+            cautions = gate.judge(
                 seen, ttft_limit=tightest(slos, "ttft"), itl_limit=tightest(slos, "itl"), keys=keys,
                 classes=self.spec.workload.classes,
             )  # fmt: skip
+            if config.topology.is_pd:
+                transfer.judge(seen)
+            return cautions
 
         return attempts.valid(once, judge)
 
@@ -150,7 +172,7 @@ class LiveEvaluator:
         write_json(folder / "metrics.json", units.to_outside(numbers))
         most = gate.limits(tightest(slos, "ttft"), tightest(slos, "itl"))
         write_json(folder / "client.json", {"facts": units.to_outside(seen.client), "limits": units.to_outside(most)})
-        return Repeat(numbers, telling(counters), seen.notes)
+        return Repeat(numbers, telling(seen), seen.notes)
 
     def _numbers(self, seen: Replay, slos: Sequence[Slo]) -> dict[str, float]:
         """Summarise; limits still relative are relative to this very replay (it is the default's)."""
@@ -180,8 +202,16 @@ def served_name(config: ServingConfig) -> str:
     return name if isinstance(name, str) else config.model
 
 
-def telling(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return the server's own counts that explain a result; the mean queue time in seconds."""
+def telling(seen: Replay) -> dict[str, float]:
+    """Return the servers' own counts that explain a result; the mean queue time in seconds.
+
+    In a PD group both servers of a request count its prompt and its tokens: prompts are told as prefillers saw
+    them, output as decoders did.
+    """
+    counters = dict(seen.counters_grown)
+    for names, role in ((PROMPT_COUNTERS, Role.DECODER), (OUTPUT_COUNTERS, Role.PREFILLER)):
+        for tally in (tally for tally in seen.tallies if tally.member.role is role):
+            counters |= {name: counters[name] - tally.grown.get(name, 0.0) for name in names if name in counters}
     found = {name: counters[key] for key, name in TELLING.items() if key in counters}
     waited, n = (counters.get(f"vllm:request_queue_time_seconds_{part}") for part in ("sum", "count"))
     if waited is not None and n:

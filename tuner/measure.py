@@ -24,8 +24,8 @@ from tuner.replay import attempts, calibrate, gate, remote
 from tuner.replay import run as replaying
 from tuner.replay.prompts import CHAT, COMPLETIONS, DIGITS, LEAST_VOCABULARY, PATHS, PLAIN, Scale, vocabulary_of
 from tuner.results import Repeat, combine
-from tuner.seams import Measurement, Progress, Replay
-from tuner.serving import Json
+from tuner.seams import Measurement, Member, Progress, Replay
+from tuner.serving import Json, Role
 from tuner.slo import Slo
 from tuner.workload import Workload
 
@@ -122,7 +122,7 @@ class _Target:
     base: str
     model: str
     vocab_size: int
-    metrics_urls: tuple[str, ...]
+    members: tuple[Member, ...]
     how: Mapping[str, Any]
     notes: tuple[str, ...]
 
@@ -176,7 +176,7 @@ def _look(asked: Wanted) -> _Target:
             f"prompts are token ids below {LEAST_VOCABULARY:,}, which every usual model knows: the model's folder "
             "is not here to say its own size (--vocab-size)"
         )
-    counters = (f"{asked.url}/metrics",) if remote.has_counters(asked.url) else ()
+    counters = (Member(Role.ANY, asked.url),) if remote.has_counters(asked.url) else ()
     how = {"endpoint": asked.endpoint, "extra_body": asked.extra_body, "scale": scale}
     return _Target(asked.url, served.name, vocab_size or LEAST_VOCABULARY, counters, how, tuple(notes))
 
@@ -207,7 +207,7 @@ def _replay(
         progress.phase(f"replay {number} of {asked.repeats}{again}", expected=asked.workload.span)
         return replaying.replay(
             target.base, target.model, asked.workload, salt=salt, vocab_size=target.vocab_size,
-            metrics_urls=target.metrics_urls, drain_timeout=asked.drain_timeout,
+            members=target.members, drain_timeout=asked.drain_timeout,
             request_timeout=asked.request_timeout, on_progress=on_progress, processes=asked.processes, **target.how,
         )  # fmt: skip
 
@@ -234,7 +234,7 @@ def _prompt_notes(seen: Replay, endpoint: str) -> list[str]:
 
 def _cache_notes(seen: Replay, workload: Workload) -> list[str]:
     """Say when prompts that share nothing were found in the prefix cache: they had been there before."""
-    hits = telling(seen.counters_grown).get("prefix_cache_hit_tokens", 0)
+    hits = telling(seen).get("prefix_cache_hit_tokens", 0)
     if not hits or any(row.block_ids is not None or row.prompt is not None for row in workload.requests):
         return []
     return [f"{hits:,.0f} prompt tokens were in the server's prefix cache, from a replay with this --seed before"]
@@ -244,4 +244,4 @@ def _numbers(seen: Replay, limits: Sequence[Slo]) -> Repeat:
     numbers = metrics.summarise(
         seen.records, window=seen.window, classes=DEFAULT_CLASSES, slos=limits, extra=[slo.metric for slo in limits]
     )
-    return Repeat(numbers, {**telling(seen.counters_grown), **seen.server}, seen.notes)
+    return Repeat(numbers, {**telling(seen), **seen.server}, seen.notes)

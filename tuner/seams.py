@@ -15,6 +15,41 @@ from tuner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """A server of a deployment, where it answers itself, past any front.
+
+    Attributes:
+        role: what it does.
+        url: without /v1.
+        ranks: its tensor-parallel size: each rank transfers its own part of a request's KV cache.
+    """
+
+    role: Role
+    url: str
+    ranks: int = 1
+
+    @property
+    def metrics_url(self) -> str:
+        """Its Prometheus endpoint."""
+        return f"{self.url}/metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What one member counted over the window of a replay.
+
+    Attributes:
+        member: whose.
+        grown: by how much each counter grew; `name{source="x"}` where it has a label `source`.
+        block_size: tokens in a block of its KV cache, None when it does not say.
+    """
+
+    member: Member
+    grown: Mapping[str, float]
+    block_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """What one replay of a workload saw.
 
@@ -26,6 +61,7 @@ class Replay:
         heartbeat_lag: how late each beat of a 10 ms timer beside the client was, in seconds.
         client: what the client says of itself ("send_lag_p99", "client_cpu_share"; see `replay.gate.facts`).
         server: the server's own figures for the same requests ("server_ttft_mean"), where it has any.
+        tallies: the same counters by member; empty with `counters_after`.
         notes: what a reader of the numbers must know, in words.
     """
 
@@ -37,6 +73,7 @@ class Replay:
     notes: tuple[str, ...] = ()
     client: Mapping[str, float] = field(default_factory=dict)
     server: Mapping[str, float] = field(default_factory=dict)
+    tallies: tuple[Tally, ...] = ()
 
     @property
     def counters_grown(self) -> dict[str, float]:
@@ -80,19 +117,6 @@ class Measurement:
         if not self.slos:
             return None
         return all((excess := slo.excess(self.metrics)) is not None and excess <= 0 for slo in self.slos)
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A server of a deployment: its role, and where it answers itself, past any front."""
-
-    role: Role
-    url: str
-
-    @property
-    def metrics_url(self) -> str:
-        """Its Prometheus endpoint."""
-        return f"{self.url}/metrics"
 
 
 class Deployment(Protocol):

@@ -20,7 +20,7 @@ import pytest
 
 from tuner import tiny_model
 from tuner.deployment import ports, probe
-from tuner.deployment.process import LocalLauncher
+from tuner.deployment.launcher import LocalLauncher
 from tuner.errors import FailureKind, StartError
 from tuner.results import config_to_json
 from tuner.serving import Json, ServingConfig
@@ -180,7 +180,7 @@ SCRIPT = """
 import sys
 import time
 from pathlib import Path
-from tuner.deployment.process import LocalLauncher
+from tuner.deployment.launcher import LocalLauncher
 from tuner.results import config_from_json
 import json
 config = config_from_json(json.loads(sys.argv[1]))

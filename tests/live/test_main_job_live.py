@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.test_cli import servers_of, wait_for
-from tuner.deployment.process import LocalLauncher
+from tuner.deployment.launcher import LocalLauncher
 from tuner.errors import FailureKind
 from tuner.results import TrialResult
 from tuner.serving import ServingConfig

@@ -57,6 +57,24 @@ def reserved(host: str, port: int | None = None) -> Iterator[Reservation]:
         raise HostError(f"no free port on {host}")
 
 
+def reserve_in_a_row(stack: ExitStack, host: str, n: int) -> list[Reservation]:
+    """Reserve `n` ports that follow each other, for as long as the stack lives.
+
+    Raises:
+        HostError: none were found.
+    """
+    for _ in range(TRIES):
+        with ExitStack() as attempt:
+            found = [attempt.enter_context(reserved(host))]
+            try:
+                found += [attempt.enter_context(reserved(host, found[0].port + offset)) for offset in range(1, n)]
+            except HostError:
+                continue
+            stack.push(attempt.pop_all())
+            return found
+    raise HostError(f"no {n} free ports in a row on {host}")
+
+
 def is_free(host: str, port: int) -> bool:
     """Whether nothing listens on a port; outgoing connections that happen to have its number do not count."""
     holder = _bind(host, port)

@@ -93,7 +93,7 @@ def probe(
     Raises:
         HostError: no such program, or it cannot say.
     """
-    environment = process.environment(process.LocalLauncher().settings(env), uuid.uuid4().hex)
+    environment = process.environment(process.settings(env), uuid.uuid4().hex)
     located = program.locate(command, environment)
     python = program.interpreter(located[0]) if list(command[1:]) == ["serve"] else None
     if python is not None and Path(located[0]).name == "vllm":

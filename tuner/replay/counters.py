@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,6 +19,8 @@ import numpy as np
 from tuner import metrics
 from tuner.records import Floats, Records
 from tuner.replay.connection import authorization
+from tuner.seams import Member, Tally
+from tuner.serving import Role
 from tuner.units import format_ms
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,9 @@ SCRAPE_TIMEOUT = 5.0
 MARGIN = {"ttft": 0.005, "itl": 0.001, "e2el": 0.005}
 SHARE = 0.05
 
-_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)")
+_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
+_SOURCE = re.compile(r'\bsource="([^"]*)"')
+_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{(?:.*,)?block_size="(\d+)"', re.MULTILINE)
 _HISTOGRAMS = {
     "ttft": "vllm:time_to_first_token_seconds",
     "itl": "vllm:inter_token_latency_seconds",
@@ -37,9 +41,17 @@ _HISTOGRAMS = {
 _PER_REQUEST = ("server_queue", "server_prefill", "server_itl")
 
 
-async def scrape(urls: Sequence[str]) -> dict[str, float]:
-    """Return the counters of Prometheus endpoints, summed over labels; {} when one endpoint is silent."""
-    counters: dict[str, float] = {}
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What one endpoint says now: its counters, and the block size of its KV cache."""
+
+    counters: Mapping[str, float]
+    block_size: int | None
+
+
+async def scrape(urls: Sequence[str]) -> tuple[Scrape, ...]:
+    """Return what each Prometheus endpoint says, in order; nothing when one is silent."""
+    found = []
     async with aiohttp.ClientSession(trust_env=False, headers=authorization()) as http:
         for url in urls:
             try:
@@ -48,14 +60,34 @@ async def scrape(urls: Sequence[str]) -> dict[str, float]:
                     text = await response.text(errors="replace")
             except (aiohttp.ClientError, OSError) as failure:
                 log.warning("%s: no counters: %s", url, failure or type(failure).__name__)
-                return {}
-            for name, value in parse_counters(text):
-                counters[name] = counters.get(name, 0.0) + value
+                return ()
+            found.append(read(text))
+    return tuple(found)
+
+
+def read(text: str) -> Scrape:
+    """Return what a text in Prometheus' form says."""
+    block = _BLOCK_SIZE.search(text)
+    return Scrape(_summed(parse_counters(text)), int(block[1]) if block else None)
+
+
+def total(scrapes: Iterable[Scrape]) -> dict[str, float]:
+    """Return the counters of several endpoints, summed."""
+    return _summed(pair for one in scrapes for pair in one.counters.items())
+
+
+def _summed(samples: Iterable[tuple[str, float]]) -> dict[str, float]:
+    counters: dict[str, float] = {}
+    for name, value in samples:
+        counters[name] = counters.get(name, 0.0) + value
     return counters
 
 
 def parse_counters(text: str) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each counter sample in Prometheus' text form."""
+    """Yield name and value of each counter sample in Prometheus' text form.
+
+    A sample with a label `source` is told a second time under `name{source="..."}`.
+    """
     for line in text.splitlines():
         match = _SAMPLE.match(line)
         if match is None or not match["name"].endswith(("_total", "_sum", "_count")):
@@ -63,6 +95,25 @@ def parse_counters(text: str) -> Iterator[tuple[str, float]]:
         with suppress(ValueError):
             if math.isfinite(value := float(match["value"])):
                 yield match["name"], value
+                if (source := _SOURCE.search(match["labels"] or "")) is not None:
+                    yield by_source(match["name"], source[1]), value
+
+
+def by_source(name: str, source: str) -> str:
+    """Return the key of a counter's part from one source."""
+    return f'{name}{{source="{source}"}}'
+
+
+def tallies(members: Sequence[Member], before: Sequence[Scrape], after: Sequence[Scrape]) -> tuple[Tally, ...]:
+    """Return by how much each member's counters grew."""
+    return tuple(
+        Tally(
+            member,
+            {name: value - first.counters.get(name, 0.0) for name, value in last.counters.items()},
+            last.block_size,
+        )
+        for member, first, last in zip(members, before, after, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +136,45 @@ def compare(records: Records, before: Mapping[str, float], after: Mapping[str, f
     The histograms can be compared only when they are about the same requests: all completed, and nobody
     else's among them.
     """
-    numbers = dict(_per_request(records))
-    served = _grown(before, after, f"{_HISTOGRAMS['ttft']}_count")
-    if served is None or not records.is_completed.all():
-        return Comparison(numbers, ())
-    if served > len(records):
+    numbers = dict(_per_request(records, _PER_REQUEST))
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    served = grown.get(f"{_HISTOGRAMS['ttft']}_count")
+    if served is not None and records.is_completed.all() and served > len(records):
         words = f"the server answered {served:.0f} requests, {served - len(records):.0f} more than this replay sent: "
-        return Comparison(numbers, (words + "somebody else uses it, or a group's members count twice",))
-    notes = []
-    for name, ours in _means(records).items():
-        total, count = (_grown(before, after, f"{_HISTOGRAMS[name]}_{part}") for part in ("sum", "count"))
+        return Comparison(numbers, (words + "somebody else uses it",))
+    return _compared(records, numbers, grown, tuple(_HISTOGRAMS))
+
+
+def compare_pd(records: Records, seen: Sequence[Tally]) -> Comparison:
+    """Hold the decoders' ITL against the records.
+
+    A request is on two servers, so that neither counts its TTFT or its E2EL from where the client does.
+    """
+    numbers = dict(_per_request(records, ("server_itl",)))
+    grown = _summed(pair for tally in seen if tally.member.role is Role.DECODER for pair in tally.grown.items())
+    return _compared(records, numbers, grown, ("itl",))
+
+
+def _compared(
+    records: Records, numbers: dict[str, float], grown: Mapping[str, float], names: Sequence[str]
+) -> Comparison:
+    if not records.is_completed.all():
+        return Comparison(numbers, ())
+    ours, notes = _means(records), []
+    for name in (name for name in names if name in ours):
+        total, count = (grown.get(f"{_HISTOGRAMS[name]}_{part}") for part in ("sum", "count"))
         if total is None or not count:
             continue
         # Of the gaps, the sum over the tokens that came after a first one: what is one sample there differs
         # from version to version.
         theirs = total / (_later_tokens(records) if name == "itl" else count)
         numbers[f"server_{name}_mean"] = theirs
-        if abs(ours - theirs) > MARGIN[name] + SHARE * theirs:
+        if abs(ours[name] - theirs) > MARGIN[name] + SHARE * theirs:
             notes.append(
-                f"{name} mean is {format_ms(ours)} here and {format_ms(theirs)} by the server's own count, "
+                f"{name} mean is {format_ms(ours[name])} here and {format_ms(theirs)} by the server's own count, "
                 f"further apart than {format_ms(MARGIN[name])} and {SHARE:.0%}"
             )
     return Comparison(numbers, tuple(notes))
-
-
-def _grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float | None:
-    return after[name] - before.get(name, 0.0) if name in after else None
 
 
 def _means(records: Records) -> dict[str, float]:
@@ -134,13 +198,15 @@ def _later_tokens(records: Records) -> float:
     return float(tokens.sum() - tokens[records.chunk_start[:-1][has]].sum())
 
 
-def _per_request(records: Records) -> Iterator[tuple[str, float]]:
-    for name in _PER_REQUEST:
+def _per_request(records: Records, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    for name in names:
         values: Floats = getattr(records, name)
         known = metrics.Sample(values[~np.isnan(values)])
         for statistic in ("p50", "p99", "mean"):
             if (value := known.statistic(statistic)) is not None:
                 yield f"{name}_{statistic}", value
+    if "server_prefill" not in names:
+        return
     ours = metrics.per_request(records, "ttft_from_send") - records.server_queue - records.server_prefill
     over = metrics.Sample(ours[~np.isnan(ours)])
     for statistic in ("p50", "p99"):

@@ -13,14 +13,14 @@ import numpy as np
 
 from tuner.errors import FailureKind, InvalidReplay
 from tuner.records import Floats
-from tuner.replay import crew, gate, selftest
+from tuner.replay import counters, crew, gate, selftest, transfer
 from tuner.replay.client import Driver, Load, Seen, cancel, finish
 from tuner.replay.connection import Target, clock
-from tuner.replay.counters import compare, scrape
+from tuner.replay.counters import compare, compare_pd, scrape
 from tuner.replay.prompts import COMPLETIONS, PLAIN, Prompts, Scale
 from tuner.replay.schedule import Schedule, schedule, warm_prefixes, warm_up_rows
-from tuner.seams import Replay
-from tuner.serving import Json
+from tuner.seams import Member, Replay
+from tuner.serving import Json, Role
 from tuner.workload import Request, Workload
 
 POLL = 0.1
@@ -126,7 +126,7 @@ def replay(
     endpoint: str = COMPLETIONS,
     extra_body: ExtraBody | None = None,
     scale: Scale = PLAIN,
-    metrics_urls: Sequence[str] = (),
+    members: Sequence[Member] = (),
     drain_timeout: float = 120.0,
     request_timeout: float | None = None,
     processes: int | None = None,
@@ -144,7 +144,7 @@ def replay(
         endpoint: "completions" or "chat".
         extra_body: merged into every request's body; null removes a key.
         scale: how the server counts text, for chat (see calibrate.py).
-        metrics_urls: Prometheus endpoints, read before and after, never during the window.
+        members: servers whose counters are read before and after, never during the window.
         drain_timeout: seconds that requests may still run after the last one was sent.
         request_timeout: seconds that one request may take, if it is limited.
         processes: how many send; None lets the load and a self-test of this host decide.
@@ -161,27 +161,32 @@ def replay(
         request_timeout=request_timeout, drain_timeout=drain_timeout,
     )  # fmt: skip
     watch = _Watch(check_alive, on_progress, len(plan.rows))
-    before = finish(scrape(metrics_urls))
+    urls = [member.metrics_url for member in members]
+    before = finish(scrape(urls))
     if count == 1:
         parts = [_alone(job(), watch)]
     else:
         cut = crew.shards(len(plan.rows), count)
         parts = crew.drive([job.part(shard) for shard in cut], watch, every=POLL)
     check_alive()
-    after = finish(scrape(metrics_urls))
+    after = finish(scrape(urls))
     if not before or not after:  # half of a difference is none
-        before, after = {}, {}
+        before, after = (), ()
     all_seen = crew.together(parts)
-    comparison = compare(all_seen.records, before, after)
+    tallies = counters.tallies(members if after else (), before, after)
+    first, last = counters.total(before), counters.total(after)
+    is_pd = any(member.role is not Role.ANY for member in members)
+    comparison = compare_pd(all_seen.records, tallies) if is_pd else compare(all_seen.records, first, last)
     return Replay(
         records=all_seen.records,
         window=plan.window,
-        counters_before=before,
-        counters_after=after,
+        counters_before=first,
+        counters_after=last,
         heartbeat_lag=tuple(all_seen.heartbeat_lag),
         client=_facts(all_seen, parts),
-        server=comparison.numbers,
+        server={**comparison.numbers, **transfer.numbers(all_seen.records, tallies)},
         notes=(*_failure_notes(all_seen), *why, *comparison.notes),
+        tallies=tallies,
     )
 
 
