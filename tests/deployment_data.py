@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from tuner.deployment.launcher import LocalLauncher
-from tuner.serving import ServingConfig
+from tuner.serving import Front, Json, Role, ServingConfig, Topology
 
 LITTLE = Path(__file__).parent / "data" / "little_server.py"
 COMMAND = (sys.executable, str(LITTLE), "serve")
@@ -18,7 +18,20 @@ COMMAND = (sys.executable, str(LITTLE), "serve")
 
 def little(behaviour: str = "serve", **more: Any) -> ServingConfig:
     """Return a configuration of the little server."""
-    return ServingConfig(model="m", command=COMMAND, env={"LITTLE": behaviour} | more.pop("env", {}), **more)
+    env = {"LITTLE": behaviour} | more.pop("env", {})
+    return ServingConfig(**{"model": "m", "command": COMMAND, "env": env, **more})
+
+
+def little_group(topology: str, args: dict[Role, dict[str, Json]] | None = None, **more: Any) -> ServingConfig:
+    """Return a configuration of little servers behind a little front; `args` are those of one role."""
+    group, given = Topology.parse(topology), args or {}
+    by_role = {role: given.get(role, {}) | _transfer(role) for role in group.roles}
+    front = Front(command=(*COMMAND, "front"))
+    return little(topology=group, role_args=by_role, **{"front": front, **more})
+
+
+def _transfer(role: Role) -> dict[str, Json]:
+    return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role.kv_role}} if role.kv_role else {}
 
 
 def launcher(**more: Any) -> LocalLauncher:

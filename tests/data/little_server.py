@@ -1,6 +1,7 @@
 """A server for the tests of deployment/: `little_server.py serve MODEL --host H --port P`.
 
-The environment variable LITTLE says how it behaves; see BEHAVIOURS at the end.
+The environment variable LITTLE says how it behaves, `--behave` before it; see BEHAVIOURS at the end. As the
+front of a group, `little_server.py serve front`, it takes any flag.
 """
 
 import argparse
@@ -89,5 +90,9 @@ if __name__ == "__main__":
     parser.add_argument("words", nargs=2)
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
-    ARGS = parser.parse_args()
-    BEHAVIOURS[os.environ.get("LITTLE", "serve")]()
+    parser.add_argument("--behave", default=os.environ.get("LITTLE", "serve"))
+    parser.add_argument("--kv-transfer-config")
+    ARGS, rest = parser.parse_known_args()
+    if rest and "front" not in ARGS.words:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    BEHAVIOURS[ARGS.behave]()
