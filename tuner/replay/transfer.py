@@ -88,7 +88,8 @@ def _complaint(seen: Replay) -> str | None:
         words = "no transfer was counted" if share is None else f"{share:.1%} of the requests were transferred"
         return words + (f", {failed:.0f} transfers failed" if failed else "")
     if expired := found.get("kv_leases_expired"):
-        return f"{expired:.0f} of the prefillers' leases ran out before the KV cache was fetched: it may have been overwritten"
+        words = f"{expired:.0f} of the prefillers' leases ran out before the KV cache was fetched"
+        return f"{words}: it may have been overwritten by then"
     return None
 
 
