@@ -73,8 +73,12 @@ def tests(python: Path, rest: list[str]) -> list[list[str | Path]]:
     pytest = [python, "-m", "pytest"]
     if rest:
         return [[*pytest, *rest]]
-    alone = "timing or live or browser"
-    return [[*pytest, "-q", "-n", "2", "--dist", "loadfile", "-m", f"not ({alone})"], [*pytest, "-m", alone]]
+    by_twos = [*pytest, "-q", "-n", "2", "--dist", "loadfile", "-m"]
+    return [
+        [*by_twos, "not (timing or live or browser)"],
+        [*by_twos, "live and not timing"],
+        [*pytest, "-m", "timing or browser"],
+    ]
 
 
 def say(text: str) -> None:

@@ -20,7 +20,7 @@ from tuner.results import TrialResult
 from tuner.serving import ServingConfig
 from tuner.sinks.runfolder import RunFolder
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.timing, pytest.mark.timeout(900)]
 REPO = Path(__file__).resolve().parents[2]
 Study = tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]]
 SECONDS = 8.0
