@@ -11,6 +11,7 @@ from tuner.errors import FailureKind
 from tuner.results import Repeat, TrialResult
 from tuner.sinks import verdict as words
 from tuner.sinks.verdict import TrialRow, verdict
+from tuner.sinks.words import metric_name
 
 NO_SLO = study(slo=())
 
@@ -176,4 +177,4 @@ def test_the_table_fits_narrow_terminals(width: int) -> None:
 )
 def test_metric_names(key: str, name: str) -> None:
     """Keys become the field's words."""
-    assert words.metric_name(key) == name
+    assert metric_name(key) == name

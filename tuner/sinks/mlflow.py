@@ -49,7 +49,8 @@ from tuner.results import TrialResult, default_of, limits, recommend, to_json
 from tuner.serving import Role, ServingConfig
 from tuner.sinks import notes, pages, plots, view
 from tuner.sinks.pages import WorkloadFacts
-from tuner.sinks.verdict import plain, verdict
+from tuner.sinks.verdict import verdict
+from tuner.sinks.words import plain
 from tuner.spec import StudySpec
 
 LOG = logging.getLogger(__name__)

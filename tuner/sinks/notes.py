@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from tuner import slo as slos
 from tuner.results import TrialResult, default_of, limits, recommend
 from tuner.sinks import pages
-from tuner.sinks.verdict import configuration, describe_slo, metric_name, notes_of, plain, verdict
+from tuner.sinks.verdict import notes_of, verdict
+from tuner.sinks.words import configuration, describe_slo, metric_name, plain
 from tuner.spec import StudySpec
 
 

@@ -29,15 +29,8 @@ from tuner.results import (
     recommend,
 )
 from tuner.serving import Json, Role, to_config
-from tuner.sinks.verdict import (
-    configuration,
-    describe_slo,
-    metric_name,
-    notes_of,
-    plain,
-    trial_table,
-    verdict,
-)
+from tuner.sinks.verdict import notes_of, trial_table, verdict
+from tuner.sinks.words import configuration, describe_slo, metric_name, plain
 from tuner.spec import StudySpec
 from tuner.workload import Workload, describe
 

@@ -20,7 +20,7 @@ from tuner import units
 from tuner.results import TrialResult, default_of, differences, flat, front, recommend
 from tuner.serving import Json
 from tuner.sinks.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
-from tuner.sinks.verdict import configuration_of, metric_name, plain, slo_state
+from tuner.sinks.words import configuration_of, metric_name, plain, slo_state
 from tuner.slo import Slo
 
 MARGIN = 0.12  # of the axis, in decades, around points and limits

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.results import TrialResult
 from tuner.sinks import pages
-from tuner.sinks.verdict import plain
+from tuner.sinks.words import plain
 from tuner.spec import StudySpec
 
 MOST_VARIED = 6
