@@ -173,6 +173,8 @@ def test_the_table_fits_narrow_terminals(width: int) -> None:
         ("slo_attainment", "SLO attainment"),
         ("request_throughput", "request throughput"),
         ("max_stall_max", "longest stall max"),
+        ("ttst_p95", "TTST p95"),
+        ("kv_transfer_time_mean", "KV transfer time mean"),
     ],
 )
 def test_metric_names(key: str, name: str) -> None:

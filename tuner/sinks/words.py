@@ -19,6 +19,10 @@ NAMES = {
     "e2el": "E2EL",
     "max_stall": "longest stall",
     "itl_first_gap": "first gap",
+    "ttst": "TTST",
+    "kv_transfer_time": "KV transfer time",
+    "kv_transfer_bytes": "KV transfer bytes",
+    "kv_transfer_share": "KV transfer share",
     "slo_attainment": "SLO attainment",
 }
 LONGEST_VALUE = 60
