@@ -14,27 +14,35 @@ from rich.text import Text
 
 from tuner import slo as slos
 from tuner.results import TrialResult, closest, default_of, feasible, front, limits, recommend
+from tuner.sinks import topologies
 from tuner.sinks.words import change, configuration, describe_slo, metric_name, percent, plain, slo_state
 from tuner.slo import Slo
 from tuner.spec import StudySpec
 
 
 def verdict(spec: StudySpec, results: Sequence[TrialResult]) -> str:
+    """Return what the study found: `answer`, then the best of each topology where there are several."""
+    table = topologies.compared(spec, results)
+    return "\n".join([*answer(spec, results), *(table.lines() if table is not None else [])])
+
+
+def answer(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
     """Return what the study found: the answer on the first line, what limits it on the following ones."""
     own = [r for r in results if r.same_as is None]
     measured = [r for r in own if r.is_measured]
     if not measured:
-        return _nothing(own)
+        return [_nothing(own)]
     best = recommend(own, *spec.objective_metrics)
     shown = best or (closest(own) if spec.slo else None)
     lines = [_met(spec, own, best) if best else _missed(spec, own, shown)]
     default = default_of(own)
     if default is not None and default.slos_met and default is not best:
         lines.append(f"The default (trial {default.number}) already meets the SLO.")
+    lines += topologies.pays(spec, own)
     lines += _not_measurable(spec, measured)
     lines += _failures(own)
     lines += [f"Note: {note}" for note in notes_of([r for r in (shown, default) if r is not None])]
-    return "\n".join(lines)
+    return lines
 
 
 def _nothing(own: Sequence[TrialResult]) -> str:
