@@ -162,7 +162,8 @@ class MlflowSink:
 
     def trial_started(self, number: int, config: ServingConfig, label: str) -> None:
         """Open a child run, so that the UI shows what is being tried."""
-        words = label or " ".join(str(value) for value in config.args.values())
+        group = [str(config.topology)] if config.topology.is_group else []
+        words = label or " ".join([*group, *(str(value) for value in config.args.values())])
         self._attempt(lambda mirror: self._open_child(mirror, number, f"t{number:02d} {words}", None))
 
     def phase(self, name: str, *, expected: float | None = None) -> None:

@@ -74,13 +74,13 @@ def topologies_of(spec: StudySpec, results: Iterable[TrialResult]) -> list[Topol
 
 def shared(spec: StudySpec, results: Iterable[TrialResult]) -> str | None:
     """Return what the servers of a group shared, None where each had GPUs of its own."""
-    if any(_is_on_cpu(r) for r in results):
+    if any(is_on_cpu(r) for r in results):
         return "one machine's cores"
     return "GPUs of one machine" if getattr(spec, "share_devices", False) else None
 
 
-def _is_on_cpu(result: TrialResult) -> bool:
-    """Builds for CPUs say so in their version, and only they read these variables."""
+def is_on_cpu(result: TrialResult) -> bool:
+    """Return whether a trial ran without GPUs: builds for CPUs say so in their version or read VLLM_CPU_*."""
     return "cpu" in (result.vllm_version or "") or any(name.startswith("VLLM_CPU_") for name in result.config.env)
 
 

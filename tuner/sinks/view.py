@@ -13,6 +13,7 @@ from tuner.sinks.words import plain
 from tuner.spec import StudySpec
 
 MOST_VARIED = 6
+REDUNDANT = ("pd_ratio", "topology.kind")  # beside the topology itself
 
 
 def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str:
@@ -54,7 +55,7 @@ def _varied(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
         for name, value in own.items():
             by_name.setdefault(name, set()).update({value} - {pages.NOT_GIVEN})
     first = [pages.key(name) for name in ("topology", *spec.search_space) if len(by_name.get(pages.key(name), ())) > 1]
-    rest = [name for name, values in by_name.items() if len(values) > 1 and name not in {*first, "pd_ratio"}]
+    rest = [name for name, values in by_name.items() if len(values) > 1 and name not in {*first, *REDUNDANT}]
     return [*first, *rest][:MOST_VARIED]
 
 
