@@ -19,7 +19,7 @@ from study_data import GROUPS, START, X, Y, budgets, config, failed, groups, stu
 from tuner.errors import FailureKind
 from tuner.results import TrialResult
 from tuner.serving import Role, ServingConfig, Topology
-from tuner.sinks import pages
+from tuner.sinks import pages, view
 from tuner.sinks.mlflow import MlflowSink, embedded
 from tuner.sinks.pages import WorkloadFacts
 from tuner.spec import StudySpec
@@ -544,6 +544,16 @@ def test_the_saved_view_reads_back(runs: Path) -> None:
     assert [run.data.tags["tune.trial"] for run in found][:2] == ["6", "4"]
     assert len(found) == 8, "the trial that repeats another is not listed"
     assert str(made.url()).endswith(f"viewStateShareKey={UID}")
+
+
+def test_the_saved_view_shows_the_topology_once() -> None:
+    """Kind and ratio say nothing that the topology does not."""
+    value = json.loads(view.saved_view(GROUPS, groups(), UID))
+    state = json.loads(zlib.decompress(base64.b64decode(value["state"].partition(";")[2])))
+
+    assert state["compareRunCharts"][1]["selectedParams"] == [
+        "topology", "decoder.max_num_seqs", "prefiller.max_num_batched_tokens",
+    ]  # fmt: skip
 
 
 def test_the_hint_can_be_pasted(runs: Path) -> None:

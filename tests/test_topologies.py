@@ -215,7 +215,9 @@ def test_an_objective_that_is_no_tail_does_not_stand_for_interference() -> None:
 
 def test_requests_whose_cache_was_not_transferred_are_named() -> None:
     """A share below one qualifies the cost."""
-    assert "a request (of 92 % of the eligible requests)" in said(replicas(), pd(metrics={"kv_transfer_share": 0.92}))
+    assert "a request (92 % of the eligible requests had one)" in said(
+        replicas(), pd(metrics={"kv_transfer_share": 0.92})
+    )
     assert "eligible" not in said(replicas(), pd(metrics={"kv_transfer_share": 1.0}))
 
 
@@ -246,6 +248,9 @@ def test_servers_that_shared_a_machine_say_nothing_about_separate_gpus() -> None
         assert "here with 4 servers on one machine, 1p3d" in text
         assert table is not None
         assert table.heading == "Best of each topology with 4 servers on one machine:"
+    assert said(on_cpu) == (
+        "Whether PD pays here with 4 servers on one machine is not known: no aggregated trial was run."
+    )
 
 
 def test_the_best_of_each_topology() -> None:

@@ -179,18 +179,20 @@ def pays(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
     chosen = {size: sides for size, sides in tried.items() if sides[0]} or tried
     if not chosen:
         return ["Whether PD pays here is not known: no PD trial has been run."]
-    caveat = f"; the servers shared {common}, so this says nothing about separate GPUs" if common else ""
-    return [_sentence(spec, own, *sides, _at(size, common)) + caveat + "." for size, sides in chosen.items()]
+    asked, keys = limits(spec.slo, own), spec.objective_metrics
+    return [_sentence(*sides, keys, asked, size=size, common=common) for size, sides in chosen.items()]
 
 
 def _sentence(
-    spec: StudySpec,
-    own: Sequence[TrialResult],
     aggregated: Sequence[TrialResult],
     pd: Sequence[TrialResult],
-    where: str,
+    keys: tuple[str, str],
+    asked: Sequence[Slo],
+    *,
+    size: int,
+    common: str | None,
 ) -> str:
-    keys = spec.objective_metrics
+    where = _at(size, common)
     pair = match(_with_numbers(pd, keys), _with_numbers(aggregated, keys), keys)
     if pair is None:
         absent = [
@@ -198,11 +200,12 @@ def _sentence(
             for side, name in ((pd, "PD"), (aggregated, "aggregated"))
             if not _with_numbers(side, keys)
         ]
-        return f"Whether PD pays here {where} is not known: {', and '.join(absent)}"
+        return f"Whether PD pays here {where} is not known: {', and '.join(absent)}."
     outcome = judge(*pair, keys)
     trials = " against ".join(f"{r.config.topology} (trial {r.number})" for r in pair)
-    found = [*_promise(limits(spec.slo, own), *pair), *(_against(key, *pair) for key in reversed(keys))]
-    return f"{outcome} {where}{_trade(outcome, *pair, keys)}, {trials}: {', '.join(found)}; why: {why(*pair, keys)}"
+    found = ", ".join([*_promise(asked, *pair), *(_against(key, *pair) for key in reversed(keys))])
+    caveat = f"; the servers shared {common}, so this says nothing about separate GPUs" if common else ""
+    return f"{outcome} {where}{_trade(outcome, *pair, keys)}, {trials}: {found}; why: {why(*pair, keys)}{caveat}."
 
 
 def _with_numbers(results: Iterable[TrialResult], keys: tuple[str, str]) -> list[TrialResult]:
@@ -317,7 +320,7 @@ def _transfer(ttft: str, pd: TrialResult, aggregated: TrialResult) -> str:
         return "what KV transfer costs was not measured"
     name, cost, share = metric_name(ttft), pd.metrics[TRANSFER], pd.metrics.get(SHARE, 1.0)
     said = f"KV transfer costs {format_ms(cost)} a request"
-    said += f" (of {percent(share)} of the eligible requests)" if share < 0.995 else ""
+    said += f" ({percent(share)} of the eligible requests had one)" if share < 0.995 else ""
     sign, rise = _sign(pd.metrics[ttft], aggregated.metrics[ttft]), pd.metrics[ttft] - aggregated.metrics[ttft]
     if sign == 0:
         return f"{said}, which {name} does not show"
