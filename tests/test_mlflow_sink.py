@@ -220,11 +220,14 @@ def test_topologies_are_told_apart_by_params_that_every_run_has(runs: Path) -> N
     assert children[2].data.metrics["kv_transfer_share"] == 1.0
 
 
-def test_a_group_without_gpus_takes_none() -> None:
-    """On a CPU four servers take no GPU."""
-    pd = dataclasses.replace(trial(0, topology="1p3d"), vllm_version="0.26.0+cpu")
+def test_a_group_counts_the_gpus_that_it_takes() -> None:
+    """Four servers take four, on a CPU none, and where they share devices those of the largest."""
+    pd = trial(0, topology="1p3d", args={"prefiller__tensor_parallel_size": 2})
+    on_cpu = dataclasses.replace(pd, vllm_version="0.26.0+cpu")
 
-    assert pages.params_of_all([pd])[0]["n_gpus"] == "0"
+    assert pages.params_of_all([pd])[0]["n_gpus"] == "5"
+    assert pages.params_of_all([pd], share_devices=True)[0]["n_gpus"] == "2"
+    assert pages.params_of_all([on_cpu])[0]["n_gpus"] == "0"
 
 
 def test_a_threshold_that_is_off_is_off_for_the_roles_a_trial_has() -> None:

@@ -29,7 +29,7 @@ from tuner.results import (
     recommend,
 )
 from tuner.serving import Json, Role, to_config
-from tuner.sinks.topologies import is_on_cpu
+from tuner.sinks.topologies import n_gpus
 from tuner.sinks.verdict import notes_of, trial_table, verdict
 from tuner.sinks.words import configuration, describe_slo, metric_name, plain
 from tuner.spec import StudySpec
@@ -117,17 +117,16 @@ def params(result: TrialResult) -> dict[str, str]:
     return {key(name): _text(value)[:LONGEST_PARAM] for name, value in given.items()}
 
 
-def group_params(result: TrialResult) -> dict[str, str]:
+def group_params(result: TrialResult, *, share_devices: bool = False) -> dict[str, str]:
     """Return what tells groups of servers apart; a study of single servers has no use for it."""
-    topology = result.config.topology
-    gpus = 0 if is_on_cpu(result) else result.config.n_gpus
-    return {"topology.kind": "pd" if topology.is_pd else "aggregated", "n_gpus": str(gpus)}
+    kind = "pd" if result.config.topology.is_pd else "aggregated"
+    return {"topology.kind": kind, "n_gpus": str(n_gpus(result, share_devices=share_devices))}
 
 
-def params_of_all(results: Sequence[TrialResult]) -> dict[int, dict[str, str]]:
+def params_of_all(results: Sequence[TrialResult], *, share_devices: bool = False) -> dict[int, dict[str, str]]:
     """Return each trial's params by number, every name on every trial: charts drop a run that lacks one."""
     has_groups = any(r.config.topology.is_group for r in results)
-    own = {r.number: params(r) | (group_params(r) if has_groups else {}) for r in results}
+    own = {r.number: params(r) | (group_params(r, share_devices=share_devices) if has_groups else {}) for r in results}
     names = sorted({name for some in own.values() for name in some})
     return {r.number: {name: own[r.number].get(name, _absent(name, r)) for name in names} for r in results}
 

@@ -76,7 +76,20 @@ def shared(spec: StudySpec, results: Iterable[TrialResult]) -> str | None:
     """Return what the servers of a group shared, None where each had GPUs of its own."""
     if any(is_on_cpu(r) for r in results):
         return "one machine's cores"
-    return "GPUs of one machine" if getattr(spec, "share_devices", False) else None
+    return "GPUs of one machine" if shares_devices(spec) else None
+
+
+def shares_devices(spec: StudySpec) -> bool:
+    """Return whether a study puts all servers of a group on the same GPUs."""
+    return bool(getattr(spec, "share_devices", False))
+
+
+def n_gpus(result: TrialResult, *, share_devices: bool) -> int:
+    """Return how many GPUs a trial took: none on a CPU, those of the largest server where all share them."""
+    config = result.config
+    if is_on_cpu(result):
+        return 0
+    return max(map(config.gpus_per_server, config.topology.roles)) if share_devices else config.n_gpus
 
 
 def is_on_cpu(result: TrialResult) -> bool:
