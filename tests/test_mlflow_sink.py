@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import DatasetInput, Run, ViewType
-from study_data import START, X, Y, budgets, config, failed, study, trial
+from study_data import GROUPS, START, X, Y, budgets, config, failed, groups, study, trial
 
 from tuner.errors import FailureKind
 from tuner.results import TrialResult
 from tuner.serving import Role, ServingConfig, Topology
-from tuner.sinks import pages
+from tuner.sinks import pages, view
 from tuner.sinks.mlflow import MlflowSink, embedded
 from tuner.sinks.pages import WorkloadFacts
+from tuner.spec import StudySpec
 from tuner.workload import Request, Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's use of SQLAlchemy
@@ -67,11 +68,13 @@ def sink(runs: Path, **changes: Any) -> MlflowSink:
     return MlflowSink(**(given | changes))
 
 
-def publish(runs: Path, results: list[TrialResult] | None = None, **changes: Any) -> MlflowSink:
+def publish(
+    runs: Path, results: list[TrialResult] | None = None, spec: StudySpec | None = None, **changes: Any
+) -> MlflowSink:
     """Live through a study as the loop does."""
     made = sink(runs, **changes)
     so_far: list[TrialResult] = []
-    made.study_started(study(), so_far)
+    made.study_started(spec or study(), so_far)
     for result in budgets() if results is None else results:
         made.trial_started(result.number, result.config, result.label)
         so_far.append(result)
@@ -179,6 +182,80 @@ def test_a_pd_group_logs_each_roles_arguments() -> None:
         "prefiller.max_num_batched_tokens": "8192",
         "decoder.max_num_seqs": "8",
     }
+
+
+def test_a_pd_groups_servers_are_logged_with_what_they_resolved() -> None:
+    """What vLLM resolved counts for both roles, unless a role was given its own; a prefixed name is taken as it is."""
+    pd = dataclasses.replace(
+        trial(0, topology="1p3d", args={"prefiller__max_num_batched_tokens": 8192}),
+        effective={"max_num_batched_tokens": 2048, "decoder.max_num_seqs": 64},
+    )
+
+    assert {k: v for k, v in pages.params(pd).items() if "max_num" in k} == {
+        "prefiller.max_num_batched_tokens": "8192",
+        "decoder.max_num_batched_tokens": "2048",
+        "decoder.max_num_seqs": "64",
+    }
+
+
+def test_topologies_are_told_apart_by_params_that_every_run_has(runs: Path) -> None:
+    """Parallel coordinates drop a run that lacks a param, so replicas say "none" and PD "not given"."""
+    publish(runs, groups(), GROUPS)
+    children = runs_of(runs, "trial")
+    names = ("topology", "topology.kind", "pd_ratio", "n_gpus", "max_num_batched_tokens",
+             "prefiller.max_num_batched_tokens", "decoder.max_num_seqs")  # fmt: skip
+
+    assert len({frozenset(run.data.params) for run in children}) == 1
+    assert [tuple(run.data.params[name] for name in names) for run in children[:4]] == [
+        ("4x", "aggregated", "none", "4", "not given", "not given", "not given"),
+        ("4x", "aggregated", "none", "4", "512", "not given", "not given"),
+        ("1p3d", "pd", "1:3", "4", "not given", "16384", "64"),
+        ("2p2d", "pd", "2:2", "4", "not given", "8192", "not given"),
+    ]
+    assert [run.info.run_name for run in children] == [
+        "t00 default", "t01 b512", "t02 1p3d p.b16384 d.s64", "t03 2p2d p.b8192", "t04 3p1d b65536",
+        "t05 1p3d p.b4096 d.s32",
+    ]  # fmt: skip
+    assert children[2].data.metrics["kv_transfer_time_mean_ms"] == pytest.approx(12.0)
+    assert children[2].data.metrics["kv_transfer_share"] == 1.0
+
+
+def test_a_group_counts_the_gpus_that_it_takes() -> None:
+    """Four servers take four, on a CPU none, and where they share devices those of the largest."""
+    pd = trial(0, topology="1p3d", args={"prefiller__tensor_parallel_size": 2})
+    on_cpu = dataclasses.replace(pd, vllm_version="0.26.0+cpu")
+
+    assert pages.params_of_all([pd])[0]["n_gpus"] == "5"
+    assert pages.params_of_all([pd], share_devices=True)[0]["n_gpus"] == "2"
+    assert pages.params_of_all([on_cpu])[0]["n_gpus"] == "0"
+
+
+def test_a_threshold_that_is_off_is_off_for_the_roles_a_trial_has() -> None:
+    """Zero for servers that would read it, "not given" for those that are not there."""
+    threshold = "long_prefill_token_threshold"
+    given = [
+        trial(0, topology="4x"),
+        trial(1, topology="1p3d"),
+        trial(2, topology="4x", args={threshold: 64}),
+        trial(3, topology="1p3d", args={f"prefiller__{threshold}": 128}),
+    ]
+    seen = pages.params_of_all(given)
+
+    assert [seen[n][threshold] for n in range(4)] == ["0", "not given", "64", "not given"]
+    assert [seen[n][f"prefiller.{threshold}"] for n in range(4)] == ["not given", "0", "not given", "128"]
+
+
+def test_the_note_tells_whether_pd_pays(runs: Path) -> None:
+    """The sentence and a table in Markdown follow the answer; a study of one topology has neither."""
+    publish(runs, groups(), GROUPS)
+    note = parent(runs).data.tags["mlflow.note.content"].splitlines()
+    first = note.index("Best of each topology at 4 GPUs:")
+
+    assert sum(line.startswith("- PD pays here at 4 GPUs, 1p3d") for line in note) == 1
+    assert note[first + 2].startswith("| topology | trial | TTFT p50 long | ITL p99 | SLO | KV transfer |")
+    assert note[first + 3] == "|---|---|---|---|---|---|---|"
+    assert note[first + 4].startswith("| 4x | 1 | 470 ms | 74.0 ms |")
+    assert note[first + 8] == ""
 
 
 def test_metrics_are_milliseconds_with_one_point_each(runs: Path) -> None:
@@ -470,6 +547,16 @@ def test_the_saved_view_reads_back(runs: Path) -> None:
     assert [run.data.tags["tune.trial"] for run in found][:2] == ["6", "4"]
     assert len(found) == 8, "the trial that repeats another is not listed"
     assert str(made.url()).endswith(f"viewStateShareKey={UID}")
+
+
+def test_the_saved_view_shows_the_topology_once() -> None:
+    """Kind and ratio say nothing that the topology does not."""
+    value = json.loads(view.saved_view(GROUPS, groups(), UID))
+    state = json.loads(zlib.decompress(base64.b64decode(value["state"].partition(";")[2])))
+
+    assert state["compareRunCharts"][1]["selectedParams"] == [
+        "topology", "decoder.max_num_seqs", "prefiller.max_num_batched_tokens",
+    ]  # fmt: skip
 
 
 def test_the_hint_can_be_pasted(runs: Path) -> None:

@@ -5,15 +5,18 @@ import json
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from matplotlib.image import imread
-from study_data import X, Y, budgets, config, failed, study, trial
+from study_data import GROUPS, X, Y, budgets, config, failed, groups, study, trial
 
 from tuner.results import TrialResult, limits
-from tuner.sinks import plots
+from tuner.serving import Topology
+from tuner.sinks import palette, plots
 
 LIMITS = limits(study().slo, budgets())
 POSITIVE = st.floats(1e-6, 1e3)
@@ -160,3 +163,64 @@ def test_a_secret_free_config_is_shown_whole() -> None:
 
     assert "max_num_seqs: 8" in words
     assert config().model == "tune/tiny-qwen2"
+
+
+def drawn_groups() -> list[Any]:
+    return list(plots.figure(groups(), X, Y, limits(GROUPS.slo, groups()), title="t").data)
+
+
+def test_topologies_have_a_legend_entry_each() -> None:
+    """Filled meets the SLO, open misses it; the marks of one topology stay, as rings around its points."""
+    shown = [(t.name, list(t.hovertext or ())) for t in drawn_groups()]
+
+    assert {name: [text.split("<br>")[0] for text in texts] for name, texts in shown if name != "Pareto front"} == {
+        "4x, misses the SLO": ["trial 0 (default)", "trial 1"],
+        "1p3d": ["trial 2", "trial 5"],
+        "2p2d, misses the SLO": ["trial 3"],
+        "default": ["trial 0 (default)"],
+        "recommended": ["trial 5"],
+    }
+
+
+def test_topologies_differ_by_colour_and_by_symbol() -> None:
+    """A colour-blind reader, or one with a grey print, tells them by shape; the two states of one share both."""
+    looks = {t.name.split(",")[0]: (t.marker.color, t.marker.symbol.removesuffix("-open")) for t in drawn_groups()[1:4]}
+    colours, symbols = zip(*looks.values(), strict=True)
+
+    assert set(looks) == {"4x", "1p3d", "2p2d"}
+    assert len(set(colours)) == len(set(symbols)) == 3
+    assert looks["4x"][0] in palette.COLD
+    assert {looks["1p3d"][0], looks["2p2d"][0]} <= set(palette.WARM)
+    assert palette.GREEN not in {*palette.COLD, *palette.WARM}, "green is the promise"
+    assert drawn_groups()[0].line.color not in colours, "the front is no topology's"
+
+
+def test_every_ratio_of_sixteen_gpus_looks_its_own_way() -> None:
+    """Colour and symbol together repeat only after all pairs."""
+    every = [Topology.parse(text) for text in ("2x", "4x", "8x", "16x", *(f"{n}p{16 - n}d" for n in range(1, 16)))]
+    looks = plots._looks(every)
+
+    assert len(set(looks.values())) == len(every)
+
+
+def test_one_topology_looks_as_before() -> None:
+    """Colour by SLO, default and baseline with symbols of their own; a failed trial's topology has no entry."""
+    names = [t.name for t in plots.figure(budgets(), X, Y, LIMITS, title="t").data]
+
+    assert "default, misses the SLO" in names
+    assert not any("1x" in name for name in names)
+
+
+def test_the_png_shows_topologies_too() -> None:
+    """The same series, with matplotlib's symbols; the picture keeps its size."""
+    axes = Figure().add_subplot()
+    plots._paint(axes, plots.picture(groups(), X, Y, limits(GROUPS.slo, groups())))
+    png = plots.figure_png(groups(), X, Y, limits(GROUPS.slo, groups()), title="t")
+
+    assert axes.get_legend_handles_labels()[1][:4] == [
+        "Pareto front",
+        "4x, misses the SLO",
+        "1p3d",
+        "2p2d, misses the SLO",
+    ]
+    assert imread(io.BytesIO(png)).shape[:2] == (806, 1235)

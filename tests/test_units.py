@@ -60,6 +60,10 @@ def test_elapsed_time_is_rounded_before_it_is_split(seconds: float, text: str) -
         ("request_throughput", "request_throughput", "request_throughput"),
         ("tokens_per_chunk_p99", "tokens_per_chunk", "tokens_per_chunk_p99"),
         ("failed.timeout", "failed", "failed.timeout"),
+        ("ttst_p95.long", "ttst", "ttst_p95_ms.long"),
+        ("kv_transfer_time_mean", "kv_transfer_time", "kv_transfer_time_mean_ms"),
+        ("kv_transfer_bytes_mean", "kv_transfer_bytes", "kv_transfer_bytes_mean"),
+        ("kv_transfer_share", "kv_transfer_share", "kv_transfer_share"),
     ],
 )
 def test_only_durations_change_their_key(key: str, family: str, outside: str) -> None:
@@ -76,6 +80,10 @@ KEYS = st.sampled_from(
         "request_throughput",
         "slo_attainment",
         "failed.short",
+        "ttst_mean",
+        "kv_transfer_time_mean",
+        "kv_transfer_bytes_mean",
+        "kv_transfer_share",
     ]
 )
 

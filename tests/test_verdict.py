@@ -11,6 +11,7 @@ from tuner.errors import FailureKind
 from tuner.results import Repeat, TrialResult
 from tuner.sinks import verdict as words
 from tuner.sinks.verdict import TrialRow, verdict
+from tuner.sinks.words import metric_name
 
 NO_SLO = study(slo=())
 
@@ -172,8 +173,10 @@ def test_the_table_fits_narrow_terminals(width: int) -> None:
         ("slo_attainment", "SLO attainment"),
         ("request_throughput", "request throughput"),
         ("max_stall_max", "longest stall max"),
+        ("ttst_p95", "TTST p95"),
+        ("kv_transfer_time_mean", "KV transfer time mean"),
     ],
 )
 def test_metric_names(key: str, name: str) -> None:
     """Keys become the field's words."""
-    assert words.metric_name(key) == name
+    assert metric_name(key) == name

@@ -25,6 +25,8 @@ DURATION_METRICS = (
     "connect_wait",
     "queue_time",
     "client_cpu_per_token",
+    "ttst",
+    "kv_transfer_time",
     "server_ttft",
     "server_itl",
     "server_e2el",

@@ -21,16 +21,8 @@ from tuner import slo as slos
 from tuner.errors import FailureKind
 from tuner.results import TrialResult, default_of, differences, feasible, limits, recommend
 from tuner.serving import ServingConfig
-from tuner.sinks.verdict import (
-    change,
-    configuration,
-    configuration_of,
-    counts,
-    describe_slo,
-    metric_name,
-    plain,
-    slo_state,
-)
+from tuner.sinks.verdict import counts
+from tuner.sinks.words import change, configuration, configuration_of, describe_slo, metric_name, plain, slo_state
 from tuner.spec import StudySpec
 from tuner.units import format_elapsed
 

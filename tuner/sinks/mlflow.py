@@ -49,7 +49,9 @@ from tuner.results import TrialResult, default_of, limits, recommend, to_json
 from tuner.serving import Role, ServingConfig
 from tuner.sinks import notes, pages, plots, view
 from tuner.sinks.pages import WorkloadFacts
-from tuner.sinks.verdict import plain, verdict
+from tuner.sinks.topologies import shares_devices
+from tuner.sinks.verdict import verdict
+from tuner.sinks.words import plain
 from tuner.spec import StudySpec
 
 LOG = logging.getLogger(__name__)
@@ -161,7 +163,8 @@ class MlflowSink:
 
     def trial_started(self, number: int, config: ServingConfig, label: str) -> None:
         """Open a child run, so that the UI shows what is being tried."""
-        words = label or " ".join(str(value) for value in config.args.values())
+        group = [str(config.topology)] if config.topology.is_group else []
+        words = label or " ".join([*group, *(str(value) for value in config.args.values())])
         self._attempt(lambda mirror: self._open_child(mirror, number, f"t{number:02d} {words}", None))
 
     def phase(self, name: str, *, expected: float | None = None) -> None:
@@ -296,7 +299,7 @@ class MlflowSink:
         ordered = sorted(results, key=lambda r: r.number)
         for result in ordered:
             self._publish_trial(mirror, spec, result, default_of(ordered))
-        params = pages.params_of_all(ordered)
+        params = pages.params_of_all(ordered, share_devices=shares_devices(spec))
         for result in ordered:
             child = mirror.children[self._key(result.number)]
             mirror.add_params(child, params[result.number])

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from tuner import slo as slos
 from tuner.results import TrialResult, default_of, limits, recommend
-from tuner.sinks import pages
-from tuner.sinks.verdict import configuration, describe_slo, metric_name, notes_of, plain, verdict
+from tuner.sinks import pages, topologies
+from tuner.sinks.verdict import answer, notes_of
+from tuner.sinks.words import configuration, describe_slo, metric_name, plain
 from tuner.spec import StudySpec
 
 
@@ -51,16 +52,26 @@ def note(spec: StudySpec, results: Sequence[TrialResult], links: Links) -> str:
     """Return the parent's description: the answer first, because the UI folds what comes after five lines."""
     x, y = spec.objective_metrics
     own = [r for r in results if r.same_as is None]
-    answer, *rest = verdict(spec, own).splitlines()
-    lines = [f"**{markdown(answer)}**", ""]
+    first, *rest = answer(spec, own)
+    lines = [f"**{markdown(first)}**", ""]
     if rows := _compared(own, recommend(own, x, y), links):
         lines += [f"| | {markdown(metric_name(x))} | {markdown(metric_name(y))} | differs from the default by |"]
         lines += ["|---|---|---|---|", *(_note_row(spec, name, r, default_of(own)) for name, r in rows), ""]
     lines += [f"- {markdown(line)}" for line in rest]
+    lines += _topologies(spec, own)
     if asked := limits(spec.slo, own):
         lines.append(f"- SLO: {markdown(', '.join(describe_slo(slo) for slo in asked))}")
     lines.append(f"- All trials: [Pareto review]({links.review}). The front: Artifacts, `pareto/pareto.html`.")
     return "\n".join(lines)[: pages.LONGEST_TAG]
+
+
+def _topologies(spec: StudySpec, own: Sequence[TrialResult]) -> list[str]:
+    """The best of each topology as a table in Markdown, which begins and ends with an empty line."""
+    table = topologies.compared(spec, own)
+    if table is None:
+        return []
+    rows = [f"| {' | '.join(map(markdown, cells))} |" for cells in (table.columns, *table.rows)]
+    return ["", markdown(table.heading), "", rows[0], f"|{'---|' * len(table.columns)}", *rows[1:], ""]
 
 
 def _compared(own: Sequence[TrialResult], best: TrialResult | None, links: Links) -> list[tuple[str, TrialResult]]:

@@ -29,20 +29,15 @@ from tuner.results import (
     recommend,
 )
 from tuner.serving import Json, Role, to_config
-from tuner.sinks.verdict import (
-    configuration,
-    describe_slo,
-    metric_name,
-    notes_of,
-    plain,
-    trial_table,
-    verdict,
-)
+from tuner.sinks.topologies import n_gpus
+from tuner.sinks.verdict import notes_of, trial_table, verdict
+from tuner.sinks.words import configuration, describe_slo, metric_name, plain
 from tuner.spec import StudySpec
 from tuner.workload import Workload, describe
 
 NOT_GIVEN = "not given"
 OFF = {"long_prefill_token_threshold": "0"}  # what vLLM takes when the argument is not given
+PREFIXES = tuple(f"{role}." for role in Role)
 LONGEST_TAG, LONGEST_PARAM, LONGEST_DIGEST = 7900, 6000, 36
 SHORT_NAMES = {
     "topology": "",
@@ -110,21 +105,37 @@ def params(result: TrialResult) -> dict[str, str]:
     topology = config.topology
     given: dict[str, Json] = {
         "topology": str(topology),
-        "pd_ratio": f"{topology.prefillers}:{topology.decoders}" if topology.prefillers else "none",
+        "pd_ratio": f"{topology.prefillers}:{topology.decoders}" if topology.is_pd else "none",
     }
+    seen = {name: value for name, value in result.effective.items() if not name.startswith(PREFIXES)}
     for role in topology.roles:
         prefix = "" if role is Role.ANY else f"{role}."
-        given |= {f"{prefix}{name}": value for name, value in config.for_role(role).items()}
+        every = config.for_role(role) | seen | dict(config.role_args.get(role, {}) if topology.is_pd else {})
+        given |= {f"{prefix}{name}": value for name, value in every.items()}
     given |= {name: value for name, value in flat(config).items() if name.startswith("env.")}
-    given |= dict(result.effective)
+    given |= {name: value for name, value in result.effective.items() if name not in seen}
     return {key(name): _text(value)[:LONGEST_PARAM] for name, value in given.items()}
 
 
-def params_of_all(results: Sequence[TrialResult]) -> dict[int, dict[str, str]]:
+def group_params(result: TrialResult, *, share_devices: bool = False) -> dict[str, str]:
+    """Return what tells groups of servers apart; a study of single servers has no use for it."""
+    kind = "pd" if result.config.topology.is_pd else "aggregated"
+    return {"topology.kind": kind, "n_gpus": str(n_gpus(result, share_devices=share_devices))}
+
+
+def params_of_all(results: Sequence[TrialResult], *, share_devices: bool = False) -> dict[int, dict[str, str]]:
     """Return each trial's params by number, every name on every trial: charts drop a run that lacks one."""
-    own = {r.number: params(r) for r in results}
+    has_groups = any(r.config.topology.is_group for r in results)
+    own = {r.number: params(r) | (group_params(r, share_devices=share_devices) if has_groups else {}) for r in results}
     names = sorted({name for some in own.values() for name in some})
-    return {n: {name: some.get(name, OFF.get(name, NOT_GIVEN)) for name in names} for n, some in own.items()}
+    return {r.number: {name: own[r.number].get(name, _absent(name, r)) for name in names} for r in results}
+
+
+def _absent(name: str, result: TrialResult) -> str:
+    """Say what vLLM takes for an argument that a trial lacks, where it has servers that would read it."""
+    role, _, stem = name.rpartition(".")
+    is_read = (role or str(Role.ANY)) in result.config.topology.roles
+    return OFF.get(stem, NOT_GIVEN) if is_read else NOT_GIVEN
 
 
 def _text(value: Json) -> str:

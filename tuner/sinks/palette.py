@@ -8,3 +8,10 @@ BLUE, GREY, GREEN, ORANGE, VERMILION, PURPLE = (
     "#d55e00",
     "#aa3377",
 )
+SKY, ROSE, INK = "#56b4e9", "#cc79a7", "#333333"
+
+# Topologies: replicas are cold and PD groups warm, so that the two kinds part at a glance. None is the green
+# of the promise. Marker symbols follow, which differ by themselves: Plotly's name, then matplotlib's.
+COLD, WARM = (BLUE, SKY, INK), (VERMILION, ORANGE, PURPLE, ROSE)
+COLD_SYMBOLS = (("circle", "o"), ("square", "s"))
+WARM_SYMBOLS = (("triangle-up", "^"), ("diamond", "D"), ("triangle-down", "v"), ("cross", "P"), ("pentagon", "p"))

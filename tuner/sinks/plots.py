@@ -18,9 +18,21 @@ from matplotlib.figure import Figure
 from tuner import slo as slos
 from tuner import units
 from tuner.results import TrialResult, default_of, differences, flat, front, recommend
-from tuner.serving import Json
-from tuner.sinks.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
-from tuner.sinks.verdict import configuration_of, metric_name, plain, slo_state
+from tuner.serving import SINGLE, Json, Topology
+from tuner.sinks.palette import (
+    BLUE,
+    COLD,
+    COLD_SYMBOLS,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    VERMILION,
+    WARM,
+    WARM_SYMBOLS,
+)
+from tuner.sinks.words import configuration_of, metric_name, plain, slo_state
 from tuner.slo import Slo
 
 MARGIN = 0.12  # of the axis, in decades, around points and limits
@@ -39,6 +51,7 @@ class Point:
     on_front: bool
     is_recommended: bool
     words: tuple[str, ...]
+    topology: Topology = SINGLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,7 @@ class Picture:
     y: Axis
     has_slos: bool
     off_axes: tuple[str, ...]
+    topologies: tuple[Topology, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +89,7 @@ class Series:
     matplotlib_symbol: str
     size: int
     is_filled: bool = True
+    is_mark: bool = False  # drawn over a point that is there already
 
 
 def picture(results: Sequence[TrialResult], x: str, y: str, limits: Sequence[Slo]) -> Picture:
@@ -96,6 +111,7 @@ def picture(results: Sequence[TrialResult], x: str, y: str, limits: Sequence[Slo
             on_front=r.number in on_front,
             is_recommended=best is not None and r.number == best.number,
             words=tuple(_words(r, (x, y), limits, differences(r.config, default))),
+            topology=r.config.topology,
         )
         for r in own
     )
@@ -106,7 +122,13 @@ def picture(results: Sequence[TrialResult], x: str, y: str, limits: Sequence[Slo
         y=_axis(y, [p.y for p in points], limits),
         has_slos=bool(limits),
         off_axes=tuple(slo.text or slo.metric for slo in limits if slo.metric not in {x, y}),
+        topologies=tuple(sorted({r.config.topology for r in every}, key=_by_kind)),
     )
+
+
+def _by_kind(topology: Topology) -> tuple[int, int, int]:
+    """Replicas first, then PD groups by prefillers."""
+    return topology.prefillers, topology.n_servers, topology.decoders
 
 
 def _outside(key: str, value: float) -> float:
@@ -164,6 +186,43 @@ def _round_step(rough: float) -> float:
 
 
 def _series(seen: Picture) -> list[Series]:
+    return _by_topology(seen) if len(seen.topologies) > 1 else _by_role(seen)
+
+
+def _by_topology(seen: Picture) -> list[Series]:
+    """Colour and symbol say the topology, filled that the SLO is met; default and baseline have rings."""
+    found = []
+    for topology, (colour, symbol, other) in _looks(seen.topologies).items():
+        own = [p for p in seen.points if p.topology == topology]
+        met, missed = (tuple(p for p in own if p.is_feasible is state) for state in (True, False))
+        found.append(Series(str(topology), met, colour, symbol, other, 11))
+        found.append(
+            Series(f"{topology}, misses the SLO", missed, colour, f"{symbol}-open", other, 11, is_filled=False)
+        )
+    for name, has_label in (("default", "default".__eq__), ("baseline", lambda label: label not in {"", "default"})):
+        points = tuple(p for p in seen.points if has_label(p.label))
+        symbol, other = ("circle-open", "o") if name == "default" else ("square-open", "s")
+        found.append(Series(name, points, INK, symbol, other, 21, is_filled=False, is_mark=True))
+    star = tuple(p for p in seen.points if p.is_recommended)
+    found.append(Series("recommended", star, INK, "star-open", "*", 29, is_filled=False, is_mark=True))
+    return [series for series in found if series.points]
+
+
+def _looks(topologies: Sequence[Topology]) -> dict[Topology, tuple[str, str, str]]:
+    """Return colour and symbols of each topology; a colour that comes again has another symbol."""
+    looks: dict[Topology, tuple[str, str, str]] = {}
+    for colours, symbols, is_pd in ((COLD, COLD_SYMBOLS, False), (WARM, WARM_SYMBOLS, True)):
+        own = (t for t in topologies if t.is_pd is is_pd)
+        looks |= {t: (colours[n % len(colours)], *symbols[n % len(symbols)]) for n, t in enumerate(own)}
+    return looks
+
+
+def _line_colour(seen: Picture) -> str:
+    """Return the front's colour: no topology's."""
+    return GREY if len(seen.topologies) > 1 else BLUE
+
+
+def _by_role(seen: Picture) -> list[Series]:
     groups = (
         (
             "misses the SLO" if seen.has_slos else "",
@@ -191,7 +250,11 @@ def _series(seen: Picture) -> list[Series]:
         found.append(Series(miss_name, tuple(missed), miss, f"{symbol}-open", other, 10, is_filled=False))
         found.append(Series(met_name, tuple(met), colour, symbol, other, 10))
     star = tuple(p for p in seen.points if p.is_recommended)
-    return [series for series in [*found, Series("recommended", star, ORANGE, "star", "*", 19)] if series.points]
+    return [
+        series
+        for series in [*found, Series("recommended", star, ORANGE, "star", "*", 19, is_mark=True)]
+        if series.points
+    ]
 
 
 def figure_html(
@@ -216,7 +279,7 @@ def figure(
     drawn = go.Figure()
     if len(seen.front) > 0:
         xs, ys = zip(*seen.front, strict=True)
-        line = {"color": BLUE, "width": 1.5, "shape": "hv"}
+        line = {"color": _line_colour(seen), "width": 1.5, "shape": "hv"}
         drawn.add_scatter(x=xs, y=ys, mode="lines", name="Pareto front", line=line, hoverinfo="skip")
     for series in _series(seen):
         drawn.add_trace(_trace(series, labelled=len(seen.points) <= MOST_LABELS))
@@ -243,9 +306,9 @@ def _trace(series: Series, *, labelled: bool) -> go.Scatter:
     marker = {"symbol": series.symbol, "size": series.size, "color": series.colour}
     marker["line"] = {
         "width": 1.5 if not series.is_filled else 1,
-        "color": series.colour if not series.is_filled else "#333",
+        "color": series.colour if not series.is_filled else INK,
     }
-    has_text = labelled and series.name != "recommended"
+    has_text = labelled and not series.is_mark
     return go.Scatter(
         x=[p.x for p in series.points],
         y=[p.y for p in series.points],
@@ -319,7 +382,8 @@ def figure_png(
     heading = "\n".join([plain(title)[:90], *_lines(_caption(subtitle, seen), 105)[:3]])
     axes.set_title(heading, loc="left", fontsize=9, parse_math=False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=True, framealpha=0.9, loc="best")
+        scale = 0.6 if len(seen.topologies) > 1 else 1.0  # rings are as large as two lines of text
+        axes.legend(fontsize=8, frameon=True, framealpha=0.9, loc="best", markerscale=scale)
     else:
         axes.text(0.5, 0.5, "no trial measured yet", transform=axes.transAxes, ha="center")
     out = io.BytesIO()
@@ -330,10 +394,10 @@ def figure_png(
 def _paint(axes: Axes, seen: Picture) -> None:
     if seen.front:
         xs, ys = zip(*seen.front, strict=True)
-        axes.step(xs, ys, where="post", color=BLUE, linewidth=1.3, label="Pareto front", zorder=2)
+        axes.step(xs, ys, where="post", color=_line_colour(seen), linewidth=1.3, label="Pareto front", zorder=2)
     for series in _series(seen):
         face = series.colour if series.is_filled else "none"
-        edge = "#333333" if series.is_filled else series.colour
+        edge = INK if series.is_filled else series.colour
         axes.scatter([p.x for p in series.points], [p.y for p in series.points], label=series.name, zorder=3,
                      marker=series.matplotlib_symbol, s=series.size**2 * 0.55,
                      facecolors=face, edgecolors=edge,

@@ -17,7 +17,7 @@ from tuner import slo as slos
 from tuner.metrics import DEFAULT_CLASSES
 from tuner.results import Repeat, combine
 from tuner.seams import Measurement
-from tuner.sinks.verdict import NAMES, describe_slo, metric_name, percent, plain
+from tuner.sinks.words import NAMES, describe_slo, metric_name, percent, plain
 from tuner.slo import Slo
 from tuner.units import format_elapsed, format_ms
 

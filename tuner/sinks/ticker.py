@@ -5,7 +5,7 @@ import time
 from typing import TextIO
 
 from tuner.sinks.console import Quiet
-from tuner.sinks.verdict import plain
+from tuner.sinks.words import plain
 from tuner.units import format_elapsed
 
 SILENCE = 10.0  # between counts where nobody looks at it; a terminal sees each

@@ -22,7 +22,7 @@ from tuner.metrics import DEFAULT_CLASSES
 from tuner.records import Records
 from tuner.seams import Replay
 from tuner.sinks.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
-from tuner.sinks.verdict import plain
+from tuner.sinks.words import plain
 from tuner.slo import Slo
 from tuner.units import family
 

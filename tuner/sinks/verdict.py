@@ -4,7 +4,6 @@ Everything here is pure: a spec and results in, text out. Names from outside (ar
 data: control characters are dropped, and nothing is read as terminal markup.
 """
 
-import json
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -14,80 +13,36 @@ from rich.table import Table
 from rich.text import Text
 
 from tuner import slo as slos
-from tuner import units
-from tuner.results import TrialResult, closest, default_of, differences, feasible, front, limits, recommend
-from tuner.serving import Json
+from tuner.results import TrialResult, closest, default_of, feasible, front, limits, recommend
+from tuner.sinks import topologies
+from tuner.sinks.words import change, configuration, describe_slo, metric_name, percent, plain, slo_state
 from tuner.slo import Slo
 from tuner.spec import StudySpec
 
-NAMES = {
-    "ttft": "TTFT",
-    "ttft_from_send": "TTFT from send",
-    "itl": "ITL",
-    "icl": "ICL",
-    "tpot": "TPOT",
-    "e2el": "E2EL",
-    "max_stall": "longest stall",
-    "itl_first_gap": "first gap",
-    "slo_attainment": "SLO attainment",
-}
-LONGEST_VALUE = 60
-
-
-def metric_name(key: str) -> str:
-    """Return a metric's name as a person reads it: "ttft_p50.long" becomes "TTFT p50 long"."""
-    stem, _, scope = key.partition(".")
-    family = units.family(key)
-    statistic = stem.removeprefix(family).lstrip("_").replace("_", ".")
-    words = [NAMES.get(family, family.replace("_", " ")), statistic, scope]
-    return plain(" ".join(word for word in words if word))
-
-
-def plain(text: object) -> str:
-    """Return text from outside on one line, without characters that a terminal or a page obeys."""
-    return "".join(c if c.isprintable() else " " for c in str(text)).strip()
-
-
-def describe_slo(slo: Slo) -> str:
-    """Return an SLO as a person reads it: "ttft_p95 <= 500 ms", "itl_p99 <= 133 ms (0.33x)"."""
-    if slo.limit is None:
-        return f"{slo.metric} = {slo.describe_limit()}"
-    relative = "" if slo.relative is None else f" ({slo.relative:g}x)"
-    return f"{slo.metric} {'>=' if slo.is_lower_bound else '<='} {slo.describe_limit()}{relative}"
-
-
-def configuration(result: TrialResult, default: TrialResult | None) -> str:
-    """Return the arguments in which a trial differs from the default: "max_num_batched_tokens 256"."""
-    return configuration_of(differences(result.config, default))
-
-
-def configuration_of(changed: dict[str, Json]) -> str:
-    """Return differences from the default as words."""
-    words = [f"{name} not given" if value is None else f"{name} {_short(value)}" for name, value in changed.items()]
-    return plain(", ".join(words)) or "the default's arguments"
-
-
-def _short(value: Json) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
-
 
 def verdict(spec: StudySpec, results: Sequence[TrialResult]) -> str:
+    """Return what the study found: `answer`, then the best of each topology where there are several."""
+    table = topologies.compared(spec, results)
+    return "\n".join([*answer(spec, results), *(table.lines() if table is not None else [])])
+
+
+def answer(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
     """Return what the study found: the answer on the first line, what limits it on the following ones."""
     own = [r for r in results if r.same_as is None]
     measured = [r for r in own if r.is_measured]
     if not measured:
-        return _nothing(own)
+        return [_nothing(own)]
     best = recommend(own, *spec.objective_metrics)
     shown = best or (closest(own) if spec.slo else None)
     lines = [_met(spec, own, best) if best else _missed(spec, own, shown)]
     default = default_of(own)
     if default is not None and default.slos_met and default is not best:
         lines.append(f"The default (trial {default.number}) already meets the SLO.")
+    lines += topologies.pays(spec, own)
     lines += _not_measurable(spec, measured)
     lines += _failures(own)
     lines += [f"Note: {note}" for note in notes_of([r for r in (shown, default) if r is not None])]
-    return "\n".join(lines)
+    return lines
 
 
 def _nothing(own: Sequence[TrialResult]) -> str:
@@ -133,13 +88,6 @@ def _miss(slo: Slo, result: TrialResult) -> str:
     return f"{slo.metric} {value}, {percent(abs(excess))} {side} {slo.describe_limit()}"
 
 
-def percent(share: float) -> str:
-    """Return a share as "24 %", "3.1 %", or from ten times on as "88 times"."""
-    if share >= 10:
-        return f"{share:,.0f} times"
-    return f"{share:.0%}".replace("%", " %") if share >= 0.095 else f"{share:.1%}".replace("%", " %")
-
-
 def _numbers(spec: StudySpec, best: TrialResult, default: TrialResult | None) -> str:
     x, y = spec.objective_metrics
     values = [(key, slos.describe(key, best.metrics[key])) for key in (y, x)]
@@ -149,12 +97,6 @@ def _numbers(spec: StudySpec, best: TrialResult, default: TrialResult | None) ->
         f"{metric_name(key)} {change(best.metrics[key], default.metrics[key])} ({value})" for key, value in values
     ]
     return ", ".join(changes) + " against the default"
-
-
-def change(value: float, base: float) -> str:
-    """Return a relative change as a person reads it: "-74 %", "+27 %", "unchanged"."""
-    share = value / base - 1
-    return "unchanged" if abs(share) < 0.005 else f"{share:+.0%}".replace("%", " %")
 
 
 def _not_measurable(spec: StudySpec, measured: Sequence[TrialResult]) -> list[str]:
@@ -250,16 +192,6 @@ def trial_table(spec: StudySpec, results: Sequence[TrialResult]) -> list[TrialRo
 def _marks(result: TrialResult, best: TrialResult | None, on_front: set[int]) -> tuple[str, ...]:
     marks = ["front"] * (result.number in on_front) + ["recommended"] * (result is best)
     return (*marks, result.label) if result.label else tuple(marks)
-
-
-def slo_state(slo: Slo, result: TrialResult) -> str:
-    """Return how a trial stands to an SLO: "met", "missed by 24 %", "not measured", "" for a failed trial."""
-    if not result.is_measured:
-        return ""
-    excess = result.excess.get(slo.metric, slo.excess(result.metrics))
-    if excess is None:
-        return "not measured"
-    return "met" if excess <= 0 else f"missed by {percent(excess)}"
 
 
 def render_trials(

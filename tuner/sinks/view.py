@@ -9,10 +9,12 @@ from typing import Any
 
 from tuner.results import TrialResult
 from tuner.sinks import pages
-from tuner.sinks.verdict import plain
+from tuner.sinks.topologies import shares_devices
+from tuner.sinks.words import plain
 from tuner.spec import StudySpec
 
 MOST_VARIED = 6
+REDUNDANT = ("pd_ratio", "topology.kind")  # beside the topology itself
 
 
 def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str:
@@ -50,11 +52,11 @@ def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str
 def _varied(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
     """The params in which trials differ, topology first when there are several."""
     by_name: dict[str, set[str]] = {}
-    for own in pages.params_of_all(results).values():
+    for own in pages.params_of_all(results, share_devices=shares_devices(spec)).values():
         for name, value in own.items():
             by_name.setdefault(name, set()).update({value} - {pages.NOT_GIVEN})
     first = [pages.key(name) for name in ("topology", *spec.search_space) if len(by_name.get(pages.key(name), ())) > 1]
-    rest = [name for name, values in by_name.items() if len(values) > 1 and name not in {*first, "pd_ratio"}]
+    rest = [name for name, values in by_name.items() if len(values) > 1 and name not in {*first, *REDUNDANT}]
     return [*first, *rest][:MOST_VARIED]
 
 
