@@ -44,7 +44,8 @@ def main() -> int:
     try:
         check_host()
         started = time.monotonic()
-        venv = install(ROOT / ".venv", VLLM, ["cpu", "pd", "ui", *(["test"] if options.what != "run" else [])], options.torch)
+        extras = ["cpu", "pd", "ui", *(["test"] if options.what != "run" else [])]
+        venv = install(ROOT / ".venv", VLLM, extras, options.torch)
         extra = {}
         if options.what == "test":
             extra["TUNE_TEST_VLLM_NEXT"] = str(

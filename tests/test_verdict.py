@@ -173,7 +173,7 @@ def test_the_table_fits_narrow_terminals(width: int) -> None:
         ("slo_attainment", "SLO attainment"),
         ("request_throughput", "request throughput"),
         ("max_stall_max", "longest stall max"),
-        ("ttst_p95", "TTST p95"),
+        ("itl_first_gap_p95", "second token gap p95"),
         ("kv_transfer_time_mean", "KV transfer time mean"),
     ],
 )

@@ -22,7 +22,7 @@ from tuner.units import format_ms
 
 TAILS = ("itl_p99", "itl_p95", "itl_p90")
 TRANSFER, SHARE = "kv_transfer_time_mean", "kv_transfer_share"
-SECOND_TOKEN = ("ttst_mean", "ttst_p50")
+SECOND_TOKEN = ("itl_first_gap_mean", "itl_first_gap_p50")
 DIFFERENCES = "differs from the default by"
 
 
