@@ -7,6 +7,7 @@ import pytest
 from tuner import spec
 from tuner.dimensions import Choice, Fraction, IntRange
 from tuner.errors import SpecError
+from tuner.serving import Front, Role, Topology
 
 GOOD = """\
 name: chat
@@ -158,4 +159,101 @@ def test_every_study_that_is_shipped_is_valid() -> None:
     assert shipped
     for path in shipped:
         study = spec.load(path)
+        assert spec.parse(spec.dump(study), "dumped") == study
         assert spec.find_workload(study.workload.path, path)
+
+
+GROUPS = """\
+name: pd
+model: m
+topologies: [4x, 1p3d, 2p2d]
+engine_args:
+  max_model_len: 4096
+  prefiller.max_num_batched_tokens: 8192
+  "decoder.max_num_batched_tokens": 1024
+search_space:
+  decoder.max_num_seqs: [64, 256]
+kv_transfer_config: {kv_buffer_device: [cpu, cuda], kv_connector_extra_config: {kv_lease_duration: 60}}
+front: {policy: cache_aware, decode_policy: power_of_two}
+workload: w
+"""
+
+
+def test_a_study_compares_topologies_and_gives_roles_arguments_of_their_own() -> None:
+    """A role's key may be quoted or not; the file reads back to the same study."""
+    study = spec.parse(GROUPS, "s.yaml")
+
+    assert [str(t) for t in study.topologies] == ["4x", "1p3d", "2p2d"]
+    assert study.fixed(Topology.parse("1p3d")).for_role(Role.DECODER) == {
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 1024,
+    }
+    assert study.router == Front(policy="cache_aware", decode_policy="power_of_two")
+    assert spec.parse(spec.dump(study), "dumped") == study
+
+
+def test_auto_is_kept_until_the_host_is_known() -> None:
+    """A study file does not know how many GPUs there are."""
+    auto = spec.parse(GROUPS.replace("[4x, 1p3d, 2p2d]", "auto"), "s.yaml")
+
+    assert auto.topologies == ()
+    assert spec.parse(spec.dump(auto), "dumped") == auto
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[4x, 1p3d, 2p2d]", "[4x, 1p2d]", "s.yaml:3: topologies: comparisons at unequal GPUs are not"),
+        ("max_model_len: 4096", "prefiller.tensor_parallel_size: 2", "4x takes 4, 1p3d takes 5, 2p2d takes 6"),
+        ("[4x, 1p3d, 2p2d]", "[4x, 1p3d, 4x]", "s.yaml:3: topologies: 4x stands here twice"),
+        ("[4x, 1p3d, 2p2d]", "[4y]", "s.yaml:3: topologies: '4y' is not a topology"),
+        ("[4x, 1p3d, 2p2d]", "[]", "s.yaml:3: topologies: (): write a list"),
+        ("[4x, 1p3d, 2p2d]", "4x", "s.yaml:3: topologies: '4x': write a list"),
+        ("[4x, 1p3d, 2p2d]", "[4x]", "s.yaml:6: engine_args.prefiller.max_num_batched_tokens: no topology of"),
+        ("decoder.max_num_seqs: [64", "decoder.tensor_parallel_size: [2", "s.yaml:9: search_space.decoder.tensor_"),
+        ("decoder.max_num_seqs", "decode.max_num_seqs", 'no role "decode", did you mean "decoder.max_num_seqs"?'),
+        ("prefiller.max_num_batched_tokens: 8192", "prefiller: {max_num_seqs: 8}", "write a role's argument as"),
+        ("max_model_len: 4096", "decoder.api_key: canary", "decoder.api_key is a secret: export VLLM_API_KEY"),
+        ("max_model_len: 4096", "decoder.port: 8000", "decoder.port is set by tune itself"),
+        ("max_model_len: 4096", "kv_transfer_config: {kv_role: kv_both}", "under the study's key kv_transfer_config"),
+        ("max_model_len: 4096", "decoder.kv_transfer_config.kv_role: a", "under the study's key kv_transfer_config"),
+        ("{kv_buffer_device: [cpu, cuda],", "{kv_role: kv_both,", "s.yaml:10: kv_transfer_config: kv_role is set by"),
+        ("[cpu, cuda]", "[cpu, cpu]", "s.yaml:10: kv_transfer_config: kv_buffer_device: ['cpu', 'cpu'] is neither"),
+        ("cache_aware", "kv_aware", "s.yaml:11: front.policy: kv_aware needs the servers' KV events"),
+        ("cache_aware", "fastest", "s.yaml:11: front.policy: input should be 'random'"),
+        ("{policy: cache", "{polcy: cache", 's.yaml:11: front.polcy: unknown key, did you mean "policy"?'),
+        ("[64, 256]", "{fraction_of: max_num_seqs, low: 0.1, high: 0.5}", "decoder.max_num_seqs: a fraction of itself"),
+    ],
+)  # fmt: skip
+def test_a_mistake_about_topologies_is_named_with_its_line(old: str, new: str, message: str) -> None:
+    """What cannot be compared, served or passed on is refused before anything starts; no value of a secret is told."""
+    found = "\n".join(errors(GROUPS.replace(old, new)))
+
+    assert message in found
+    assert "canary" not in found
+
+
+def test_kv_transfer_needs_somebody_to_transfer() -> None:
+    """A key that would do nothing is a mistake."""
+    assert (
+        "s.yaml:11: kv_transfer_config: no topology"
+        in errors(GOOD + "kv_transfer_config: {kv_buffer_device: cpu}\n")[0]
+    )
+
+
+def test_servers_that_share_devices_are_counted_once() -> None:
+    """On shared devices 1x and 1p1d take the same GPU; auto would give each server its own."""
+    shared = GOOD + "topologies: [1x, 1p1d]\nshare_devices: true\n"
+
+    assert {spec.parse(shared, "s.yaml").n_gpus(t) for t in spec.parse(shared, "s.yaml").topologies} == {1}
+    assert "share_devices: name the topologies" in errors(shared.replace("[1x, 1p1d]", "auto"))[0]
+
+
+def test_a_flag_sets_a_roles_argument() -> None:
+    """--set engine_args.decoder.max_num_seqs=8 is one key, not a mapping in a mapping."""
+    study = spec.parse(
+        GROUPS, "s.yaml", {"engine_args.decoder.max_model_len": 8, "search_space.decoder.max_num_seqs": [1, 2]}
+    )
+
+    assert study.engine_args["decoder.max_model_len"] == 8
+    assert study.search_space["decoder.max_num_seqs"] == Choice(values=(1, 2))

@@ -95,6 +95,17 @@ def test_a_small_space_ends_as_exhausted(tmp_path: Path) -> None:
     assert sorted(model.evaluated) == [512, 1024, 2048]
 
 
+def test_a_small_space_of_topologies_ends_as_exhausted(tmp_path: Path) -> None:
+    """Two budgets as replicas and two as a pair, equal points measured once: the default and three more."""
+    text = TEXT.replace("{low: 128, high: 8192, log: true}", "[1024, 2048]") + "topologies: [2x, 1p1d]\n"
+
+    results = open_study(tmp_path / "r", Model(), text).run()
+
+    measured = [(str(r.config.topology), r.effective["max_num_batched_tokens"]) for r in results if r.same_as is None]
+    assert measured[0] == ("2x", 2048)
+    assert sorted(measured) == [("1p1d", 1024), ("1p1d", 2048), ("2x", 1024), ("2x", 2048)]
+
+
 def test_slos_are_constraints_and_latencies_are_objectives(tmp_path: Path) -> None:
     """Optuna's own view of a trial: log latencies and the relative excess."""
     study = open_study(tmp_path / "r", Model())

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -10,6 +11,7 @@ from ruamel.yaml.error import YAMLError
 
 from tuner.errors import SpecError
 from tuner.serving import SECRET_ARGUMENTS, Json, ServingConfig, argument
+from tuner.topologies import KV
 
 IGNORED = {
     "host",
@@ -25,8 +27,8 @@ IGNORED = {
 def read(text: str, default: ServingConfig) -> ServingConfig:
     """Return the baseline given to `--baseline`: a YAML file's path, or a command line in quotes.
 
-    Its arguments replace those of the study; model, command and environment are the study's. Where it
-    listens is tune's business.
+    Its arguments replace those of the study, for all servers of a group alike; model, command, environment, topology
+    and front are the study's default's. Where it listens is tune's business.
 
     Raises:
         SpecError: neither a file nor a command line, or for another model.
@@ -45,7 +47,10 @@ def read(text: str, default: ServingConfig) -> ServingConfig:
             raise SpecError(f"--baseline: {name} is a secret", hint=f"remove it and export {variable} in the shell")
     if not kept:
         raise SpecError("--baseline: it has no arguments", hint="trial 0 is vLLM's own default in any case")
-    return ServingConfig(default.model, kept, default.env, default.topology, command=default.command)
+    own = {
+        role: {name: value for name, value in args.items() if name == KV} for role, args in default.role_args.items()
+    }
+    return replace(default, args=kept, role_args=own)
 
 
 def _from_yaml(path: Path) -> dict[str, Json]:

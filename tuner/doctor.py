@@ -112,7 +112,8 @@ def _study(name: str | None, overrides: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _caught("vLLM", lambda: _vllm(("vllm", "serve")))
         return
     budget = f"{spec.budget.trials} trials" if spec.budget.trials else units.format_elapsed(spec.budget.time or 0)
-    yield Finding("study", f"{source.name}: {spec.name}, {len(spec.search_space)} dimensions, "
+    told = ", ".join(map(str, spec.topologies)) or "auto"
+    yield Finding("study", f"{source.name}: {spec.name}, {len(spec.search_space)} dimensions, topologies {told}, "
                            f"a budget of {budget}")  # fmt: skip
     yield from _caught("vLLM", lambda: _vllm(spec.vllm.command))
     yield from _caught("workload", lambda: _workload(spec, source))
@@ -148,4 +149,8 @@ def _plan(spec: specs.StudySpec, source: Path) -> Finding:
         f"vLLM accepts the default of this study (max_num_batched_tokens {budget}, max_model_len {length}); "
         "model reachable; rows fit"
     )
+    if any(topology.is_group for topology in plan.spec.topologies):
+        seen += f"; topologies {', '.join(map(str, plan.spec.topologies))}, behind {plan.spec.router.command[0]}"
+    if plan.gpus:
+        seen += f"; on GPU {', '.join(map(str, plan.gpus))}"
     return Finding("plan", seen)

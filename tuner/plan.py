@@ -1,5 +1,6 @@
 """A study checked against this host: everything that can be wrong is found before a server starts."""
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tuner import baseline as baselines
+from tuner import placement, tiny_model, units
 from tuner import spec as specs
-from tuner import tiny_model, units
+from tuner import topologies as groups
 from tuner import workload as workloads
-from tuner.deployment import gpu, probe
+from tuner.deployment import gpu, probe, program
 from tuner.errors import HostError, SpecError
 from tuner.replay.prompts import LEAST_VOCABULARY, vocabulary_of
-from tuner.serving import Json, ServingConfig, to_argv
+from tuner.serving import Json, Role, ServingConfig, front_argv, to_argv
 from tuner.spec import StudySpec
 from tuner.study import space
 from tuner.workload import Workload
@@ -101,37 +103,81 @@ def check(
     may_lack_vllm: bool = False,
 ) -> Plan:  # fmt: skip
     """Check resolved parts of a study against this host."""
-    for topology in spec.topologies:
-        if topology.n_servers != 1:
-            where = specs.where(source, "topologies")
-            raise SpecError(f"{where}: {topology} needs a group of servers", hint="this version serves 1x only")
     _refuse_partial_prefills(spec, source)
     _refuse_empty_classes(spec, workload)
-    if spec.gpus is not None and not gpu.list_gpus():
+    seen = gpu.list_gpus()
+    if spec.gpus is not None and not seen:
         raise HostError(f"the study asks for GPUs {list(spec.gpus)}, but this host has none (no nvidia-smi)",
                         hint="take a study for CPUs: tune run cpu-quickstart")  # fmt: skip
-    served = spec.model_copy(update={"model": _model(spec.model)})
+    served, auto = _resolved(spec, seen)
+    asked = _asked(served, source, baseline)
+    found, missing = _look(served, [argv for _, argv in asked], may_lack=may_lack_vllm)
+    if found is not None and found.platform == "cpu":
+        _refuse_gpus(spec)
+        seen = ()
+        served, auto = _resolved(spec, seen)
     default = space.default_config(served)
     base = baselines.read(baseline, default) if baseline is not None else None
-    try:
-        found: probe.Probe | None = _ask_vllm(served, default, base)
-    except HostError as error:
-        if not may_lack_vllm:
-            raise
-        found, notes = None, [*notes, f"vLLM was not asked: {error.message}"]
     host: dict[str, Json] = {}
     vocab_size = None
     if found is not None:
         _check_names(spec, source, base, found)
-        host = _values(found, spec, source)
+        host = _values(found, spec, [what for what, _ in asked])
         vocab_size = host.pop("vocab_size", None)
         notes = [*notes, *filter(None, [probe.version_warning(found.version)])]
-    model_len = host.get("max_model_len", spec.engine_args.get("max_model_len"))
-    if isinstance(model_len, int):
+    if (model_len := _model_len(spec, host)) is not None:
         workloads.check_fits(workload, model_len)
-    gpus = _gpus(spec, found)
+    gpus = placement.choose(served, source, seen)
+    notes = [*notes, *missing, *auto, *placement.notes(served, gpus)]
     vocabulary = vocab_size if isinstance(vocab_size, int) else vocabulary_of(served.model) or LEAST_VOCABULARY
     return Plan(served, source, workload, default, base, host, found, gpus, vocabulary, tuple(notes))
+
+
+def _resolved(spec: StudySpec, seen: Sequence[gpu.Gpu]) -> tuple[StudySpec, tuple[str, ...]]:
+    """Return the study with model and topologies as they are here, and what to say about it."""
+    found, notes = placement.resolve_auto(spec, seen)
+    return found.model_copy(update={"model": _model(found.model)}), notes
+
+
+def _look(spec: StudySpec, argvs: list[list[str]], *, may_lack: bool) -> tuple[probe.Probe | None, list[str]]:
+    """Ask the installed vLLM, with the front of a group looked for first; return what is missing, where it may be."""
+    missing = []
+    try:
+        _require_front(spec)
+    except HostError as error:
+        if not may_lack:
+            raise
+        missing.append(error.message)
+    try:
+        return probe.probe(spec.vllm.command, argvs, env=spec.env), missing
+    except HostError as error:
+        if not may_lack:
+            raise
+        return None, [*missing, f"vLLM was not asked: {error.message}"]
+
+
+def _refuse_gpus(spec: StudySpec) -> None:
+    if spec.gpus is not None:
+        raise HostError(f"the study asks for GPUs {list(spec.gpus)}, but this vLLM is a build for CPUs",
+                        hint="install a vLLM for GPUs, or take a study for CPUs: tune run cpu-quickstart")  # fmt: skip
+
+
+def _require_front(spec: StudySpec) -> None:
+    """Find the program that stands before a group, when the study has one."""
+    if not any(topology.is_group for topology in spec.topologies):
+        return
+    try:
+        program.locate(spec.router.command, os.environ | spec.env)
+    except HostError as error:
+        raise HostError(f"front of a group: {error.message}", hint="pip install vllm-router, or say where it is: "
+                        "front: {command: /path/to/vllm-router}") from error  # fmt: skip
+
+
+def _model_len(spec: StudySpec, host: Mapping[str, Json]) -> int | None:
+    """Return the longest row that every server takes, as far as it is known."""
+    given = [value for name, value in spec.engine_args.items() if groups.split(name)[1] == "max_model_len"]
+    lengths = [n for n in (host.get("max_model_len"), *given) if isinstance(n, int)]
+    return min(lengths, default=None)
 
 
 def _model(name: str) -> str:
@@ -142,9 +188,11 @@ def _refuse_partial_prefills(spec: StudySpec, source: Path) -> None:
     """0.26 takes these two arguments at 1 only, 0.32 has them no more (see docs/decisions.md)."""
     for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
         for part in ("engine_args", "search_space"):
-            if name in getattr(spec, part) and spec.engine_args.get(name) != 1:
+            for key in getattr(spec, part):
+                if groups.split(key)[1] != name or spec.engine_args.get(key) == 1:
+                    continue
                 raise SpecError(
-                    f"{specs.where(source, f'{part}.{name}')}: {part}.{name}: vLLM 0.26 refuses every value but 1, "
+                    f"{specs.where(source, f'{part}.{key}')}: {part}.{key}: vLLM 0.26 refuses every value but 1, "
                     "and 0.32 has no such argument", hint="remove the line",
                 )  # fmt: skip
 
@@ -161,19 +209,37 @@ def _refuse_empty_classes(spec: StudySpec, workload: Workload) -> None:
             )
 
 
-def _ask_vllm(spec: StudySpec, default: ServingConfig, base: ServingConfig | None) -> probe.Probe:
-    configs = [default] if base is None else [default, base]
-    argvs = [to_argv(config)[len(config.command) :] for config in configs]
-    return probe.probe(spec.vllm.command, argvs, env=spec.env)
+def _asked(spec: StudySpec, source: Path, baseline: str | None) -> list[tuple[str, list[str]]]:
+    """Return the command lines that vLLM judges before a server starts, each with what to call it.
+
+    The first is the default as every role shares it, so that its answer is what vLLM does where nothing is given.
+    """
+    default = space.default_config(spec)
+    asked = [(str(source), to_argv(default))]
+    if (first := _first_pd(spec)) is not None:
+        asked += [(f"{source}: a {role} of {first.topology}", to_argv(first, role)) for role in first.topology.roles]
+    if baseline is not None:
+        base = baselines.read(baseline, default)
+        asked += [("--baseline", to_argv(base, role)) for role in base.topology.roles]
+    return [(what, argv[len(default.command) :]) for what, argv in asked]
+
+
+def _first_pd(spec: StudySpec) -> ServingConfig | None:
+    """Return the first PD topology with nothing of the search space given."""
+    topology = next((topology for topology in spec.topologies if topology.is_pd), None)
+    return None if topology is None else space.resolve(topology, {}, spec, {})
 
 
 def _check_names(spec: StudySpec, source: Path, base: ServingConfig | None, found: probe.Probe) -> None:
     lines = []
     for part in ("engine_args", "search_space"):
-        for name, close in probe.unknown_arguments(found, getattr(spec, part)).items():
-            meant = f', did you mean "{close[0]}"?' if close else ""
-            where = specs.where(source, f"{part}.{name}")
-            lines.append(f"{where}: {part}.{name}: vLLM {found.version} has no such argument{meant}")
+        for name in getattr(spec, part):
+            role, bare = groups.split(name)
+            for close in probe.unknown_arguments(found, [bare]).values():
+                prefix = "" if role is Role.ANY else f"{role}."
+                meant = f', did you mean "{prefix}{close[0]}"?' if close else ""
+                where = f"{specs.where(source, f'{part}.{name}')}: {part}.{name}"
+                lines.append(f"{where}: vLLM {found.version} has no such argument{_no_role(bare)}{meant}")
     for name, close in probe.unknown_arguments(found, base.args if base else ()).items():
         meant = f', did you mean "{close[0]}"?' if close else ""
         lines.append(f"--baseline: {name}: vLLM {found.version} has no such argument{meant}")
@@ -181,11 +247,15 @@ def _check_names(spec: StudySpec, source: Path, base: ServingConfig | None, foun
         raise SpecError("\n".join(lines), hint="`vllm serve --help=all` lists every argument")
 
 
-def _values(found: probe.Probe, spec: StudySpec, source: Path) -> dict[str, Json]:
-    """Return what vLLM resolves the default to; a refusal of default or baseline ends it here."""
+def _no_role(name: str) -> str:
+    return f", and no role is called that (there are {' and '.join(groups.ROLES)})" if "." in name else ""
+
+
+def _values(found: probe.Probe, spec: StudySpec, asked: Sequence[str]) -> dict[str, Json]:
+    """Return what vLLM resolves the default to; a refusal of any command line it was asked about ends it here."""
     if not found.verdicts:
         return {}
-    for verdict, what in zip(found.verdicts, (str(source), "--baseline"), strict=False):
+    for verdict, what in zip(found.verdicts, asked, strict=False):
         if verdict.reason is not None:
             raise SpecError(
                 f"{what}: vLLM {found.version} refuses it: {verdict.reason}", hint=_hint(verdict.reason, spec)
@@ -196,26 +266,7 @@ def _values(found: probe.Probe, spec: StudySpec, source: Path) -> dict[str, Json
 def _hint(reason: str, spec: StudySpec) -> str:
     if any(part in reason for part in ("is not a local folder", "Repo id must be", "huggingface.co", spec.model)):
         return f"is the model {spec.model!r} there, and may this host download it?"
-    return "mend engine_args"
-
-
-def _gpus(spec: StudySpec, found: probe.Probe | None) -> tuple[int, ...]:
-    """Return the GPUs to use; they must be free.
-
-    Raises:
-        HostError: the study asks for GPUs that are not there or not free, or for GPUs of a CPU build.
-    """
-    on_cpu = found is not None and found.platform == "cpu"
-    if spec.gpus is not None and on_cpu:
-        raise HostError(f"the study asks for GPUs {list(spec.gpus)}, but this vLLM is a build for CPUs",
-                        hint="install a vLLM for GPUs, or take a study for CPUs: tune run cpu-quickstart")  # fmt: skip
-    seen = () if on_cpu else gpu.list_gpus()
-    if not seen:
-        return ()
-    parallel = spec.engine_args.get("tensor_parallel_size", 1)
-    chosen = gpu.choose(seen, parallel if isinstance(parallel, int) else 1, spec.gpus)
-    gpu.require_free(chosen)
-    return tuple(g.index for g in chosen)
+    return "mend engine_args" + (f" or {groups.KV}" if _first_pd(spec) else "")
 
 
 def describe(plan: Plan) -> str:
@@ -224,25 +275,41 @@ def describe(plan: Plan) -> str:
     lines = [*(f"note: {note}" for note in plan.notes), f"# study {plan.source}, as resolved", specs.dump(spec)]
     lines += ["# search space", *(f"  {line}" for line in space.describe(spec)), ""]
     lines += [f"# objectives: {' and '.join(spec.objective_metrics)}, both minimised", ""]
-    lines += ["# trial 0, vLLM's own default", f"  {_shell(plan.default)}"]
+    lines += ["# trial 0, vLLM's own default", *_commands(plan.default)]
     if plan.host:
         chosen = ("max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold", "enable_chunked_prefill")
         shown = ", ".join(f"{name} {plan.host[name]}" for name in chosen if name in plan.host)
         lines.append(f"  resolves to: {shown}")
     if plan.baseline is not None:
-        lines += ["# trial 1, the baseline", f"  {_shell(plan.baseline)}"]
+        lines += ["# trial 1, the baseline", *_commands(plan.baseline)]
+    if (first := _first_pd(spec)) is not None and first != plan.default:
+        lines += [f"# {first.topology}, nothing of the search space given", *_commands(first)]
     return "\n".join([*lines, "", _estimate(plan)])
 
 
-def _shell(config: ServingConfig) -> str:
+def _commands(config: ServingConfig) -> list[str]:
+    """Return a command a role, and the front's; the ports of a group are examples, tune takes free ones."""
     env = [f"{name}={shlex.quote(value)}" for name, value in sorted(config.env.items())]
-    return " ".join([*env, shlex.join(to_argv(config))])
+    topology = config.topology
+    if not topology.is_group:
+        return [f"  {' '.join([*env, shlex.join(to_argv(config))])}"]
+    lines = []
+    urls: dict[Role, list[str]] = {role: [] for role in topology.roles}
+    for number, (role, _) in enumerate(topology.members, start=1):
+        urls[role].append(f"http://127.0.0.1:{8000 + number}")
+    for role in topology.roles:
+        what = "server" if role is Role.ANY else str(role)
+        lines += [f"  # {topology.count(role)} x {what}", f"  {' '.join([*env, shlex.join(to_argv(config, role))])}"]
+    front = front_argv(config, "127.0.0.1", 8000, urls, prometheus_port=8000 + topology.n_servers + 1)
+    return [*lines, "  # the front (ports are examples)", f"  {shlex.join(front)}"]
 
 
 def _estimate(plan: Plan) -> str:
     spec = plan.spec
     platform = plan.vllm.platform if plan.vllm else None
     start = ASSUMED_START.get(platform or "cuda", ASSUMED_START["cuda"])
+    if platform == "cpu":  # servers that share the cores start no faster together than one after the other
+        start *= max(topology.n_servers for topology in spec.topologies)
     replay = plan.workload.span + 2
     trial = start + spec.workload.warm_up + spec.repeats * replay + STOPPING
     what = (

@@ -7,7 +7,6 @@ import difflib
 import io
 import math
 import re
-import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,12 +26,14 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError
 
 from tuner import slo as slos
+from tuner import topologies as groups
 from tuner import units
 from tuner.dimensions import DEFAULT_SPACE, Dimension, Fraction, IntRange, Part
 from tuner.errors import SpecError
 from tuner.metrics import DEFAULT_CLASSES
-from tuner.serving import SECRET_ARGUMENTS, Json, Topology
+from tuner.serving import PARALLEL_SIZES, ROUTER, SECRET_ARGUMENTS, SINGLE, Front, Json, Role, ServingConfig, Topology
 from tuner.slo import Slo
+from tuner.topologies import Command, FrontSpec, Topologies
 
 SECRET = re.compile(r"(^|_)(TOKENS?|AUTH|API_?KEYS?|KEYS?|SECRETS?|PASSWORD|PASSWD|PWD|CREDENTIALS?)$", re.IGNORECASE)
 WITH_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
@@ -59,12 +60,8 @@ Duration = Annotated[
 class Vllm(Part):
     """The program that serves, and how long it may take to start and stop."""
 
-    command: Annotated[
-        tuple[str, ...], BeforeValidator(lambda v: tuple(shlex.split(v)) if isinstance(v, str) else v)
-    ] = Field(default=("vllm", "serve"), min_length=1)
-    stop_command: Annotated[
-        tuple[str, ...] | None, BeforeValidator(lambda v: tuple(shlex.split(v)) if isinstance(v, str) else v)
-    ] = None
+    command: Command = ("vllm", "serve")
+    stop_command: Command | None = None
     start_timeout: Duration = 600.0
     stop_timeout: Duration = 60.0
     port: int | None = Field(default=None, ge=1, le=65535)
@@ -115,10 +112,6 @@ def _any_class(text: str) -> list[str]:
     return [match[1]] if match else []
 
 
-def _topology(value: object) -> object:
-    return Topology.parse(value) if isinstance(value, str) else value
-
-
 def _no_secret(env: dict[str, str]) -> dict[str, str]:
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or name == "TUNE_DEPLOYMENT":
@@ -134,17 +127,23 @@ def _argument_names(args: dict[str, Any]) -> dict[str, Any]:
     for name in args:
         if "-" in name:
             raise ValueError(f'{name}: write it with underscores, "{name.replace("-", "_")}"')
-        if (variable := SECRET_ARGUMENTS.get(name)) is not None:
+        groups.check_prefix(name)
+        bare = groups.split(name)[1]
+        if (variable := SECRET_ARGUMENTS.get(bare)) is not None:
             raise ValueError(
                 f"{name} is a secret: export {variable} in the shell, it is passed on and never written down"
             )
-        if name in OWN_ARGS:
+        if bare in OWN_ARGS:
             raise ValueError(f"{name} is set by tune itself")
     return args
 
 
 def _engine_args(args: dict[str, Any]) -> dict[str, Json]:
     return {name: _json(value) for name, value in _argument_names(args).items()}
+
+
+def _kv_transfer(config: dict[str, Any] | None) -> dict[str, Json] | None:
+    return None if config is None else groups.kv_transfer({name: _json(value) for name, value in config.items()})
 
 
 def _json(value: Any) -> Json:
@@ -176,9 +175,10 @@ class StudySpec(Part):
     engine_args: Annotated[dict[str, Any], AfterValidator(_engine_args)] = Field(default_factory=dict)
     env: Annotated[dict[str, str], AfterValidator(_no_secret)] = Field(default_factory=dict)
     search_space: Annotated[dict[str, Dimension], AfterValidator(_argument_names)] = Field(default_factory=dict)
-    topologies: tuple[Annotated[Topology, BeforeValidator(_topology), PlainSerializer(str, return_type=str)], ...] = (
-        Field(default=(Topology(replicas=1),), min_length=1)
-    )
+    topologies: Topologies = (SINGLE,)  # none: "auto", which the plan resolves
+    kv_transfer_config: Annotated[dict[str, Any] | None, AfterValidator(_kv_transfer)] = None
+    front: FrontSpec | None = None
+    share_devices: bool = False
     workload: Annotated[WorkloadSpec, BeforeValidator(lambda v: {"path": v} if isinstance(v, str) else v)]
     slo: tuple[Annotated[Slo, BeforeValidator(_slo), PlainSerializer(lambda s: s.text, return_type=str)], ...] = ()
     objectives: Objectives | None = None
@@ -205,21 +205,65 @@ class StudySpec(Part):
         if self.objectives is not None:
             _check_objectives(self.objectives, self.workload.classes)
         self._check_space()
+        self._check_topologies()
         self._check_slos()
         return self
 
     def _check_space(self) -> None:
         if both := sorted(set(self.engine_args) & set(self.search_space)):
             raise ValueError(f"{both[0]} is under engine_args and under search_space: keep one")
+        known = {groups.split(name)[1] for name in (*self.search_space, *self.engine_args)}
         for name, dimension in self.search_space.items():
             if not isinstance(dimension, Fraction):
                 continue
-            if dimension.fraction_of == name:
+            if dimension.fraction_of == groups.split(name)[1]:
                 raise ValueError(f"search_space.{name}: a fraction of itself")
-            if dimension.fraction_of not in {*self.search_space, *self.engine_args, "max_num_batched_tokens"}:
+            if dimension.fraction_of not in {*known, "max_num_batched_tokens"}:
                 raise ValueError(
                     f"search_space.{name}: fraction_of {dimension.fraction_of}: neither searched nor under engine_args"
                 )
+
+    def _check_topologies(self) -> None:
+        groups.check_sizes_are_fixed(self.search_space)
+        keys = {"engine_args": self.engine_args, "search_space": self.search_space}
+        groups.check_used(self.topologies, keys, self.kv_transfer_config)
+        groups.check_equal({topology: self.n_gpus(topology) for topology in self.topologies})
+        if self.share_devices and not self.topologies:
+            raise ValueError("share_devices: name the topologies; auto gives every server devices of its own")
+        for name in () if self.topologies else self.engine_args:
+            role, bare = groups.split(name)
+            if role is not Role.ANY and bare in PARALLEL_SIZES:
+                raise ValueError(f"engine_args.{name}: with topologies: auto all servers are of one size")
+
+    def fixed(self, topology: Topology) -> ServingConfig:
+        """Return what the study fixes of a topology, nothing settled: enough to count GPUs."""
+        by_role = groups.by_role(self.engine_args)
+        own = {role: by_role[role] for role in groups.ROLES if topology.is_pd}
+        return ServingConfig(self.model, by_role[Role.ANY], topology=topology, role_args=own)
+
+    def n_gpus(self, topology: Topology) -> int:
+        """Return how many GPUs a topology takes: those of all servers, or of the largest where they share."""
+        fixed = self.fixed(topology)
+        return max(map(fixed.gpus_per_server, topology.roles)) if self.share_devices else fixed.n_gpus
+
+    @property
+    def router(self) -> Front:
+        """What stands before the servers of a group."""
+        return self.front.value if self.front is not None else ROUTER
+
+    def with_topologies(self, topologies: tuple[Topology, ...]) -> "StudySpec":
+        """Return the study with "auto" replaced by what it means here.
+
+        Raises:
+            SpecError: the study says something of roles that do not exist here.
+        """
+        found = self.model_copy(update={"topologies": topologies})
+        try:
+            found._check_topologies()  # noqa: SLF001 (a copy is not validated)
+        except ValueError as error:
+            raise SpecError(f"topologies: auto, here {', '.join(map(str, topologies))}: {error}",
+                            hint="name the topologies in the study") from error  # fmt: skip
+        return found
 
     def _check_slos(self) -> None:
         metrics = [slo.metric for slo in self.slo]
@@ -299,7 +343,7 @@ def _plain(value: Any) -> Any:
 
 
 def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = dotted.split(".")
+    *parents, last = _keys(dotted)
     for name in parents:
         inner = data.get(name)
         if isinstance(inner, str) and name == "workload":
@@ -309,10 +353,21 @@ def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
     data[last] = value
 
 
+def _keys(dotted: str) -> list[str]:
+    """Return the keys of a path; a role and its argument are one: engine_args, decoder.max_num_seqs."""
+    parts = dotted.split(".")
+    if parts[0] in {"engine_args", "search_space"} and len(parts) > 2 and parts[1] in groups.ROLES:
+        parts[1:3] = [f"{parts[1]}.{parts[2]}"]
+    return parts
+
+
 def _explain(item: Any, data: Any, source: str, overrides: Mapping[str, Any]) -> str:
     loc = [part for part in item["loc"] if part not in {"ints", "floats", "choice", "fraction"}]
     dotted = ".".join(str(part) for part in loc)
     message = item["msg"].removeprefix("Value error, ")
+    if not loc and (named := re.match(r"([a-z_]+)(?:\.([\w.]+))?: ", message)) and named[1] in StudySpec.model_fields:
+        loc, message = [part for part in named.groups() if part], message[named.end() :]
+        dotted = ".".join(loc)
     if item["type"] == "extra_forbidden":
         message = "unknown key" + _did_you_mean(loc)
     elif item["type"] == "missing":
@@ -357,6 +412,7 @@ def _did_you_mean(loc: Sequence[Any]) -> str:
         "workload": WorkloadSpec.model_fields,
         "budget": Budget.model_fields,
         "objectives": Objectives.model_fields,
+        "front": FrontSpec.model_fields,
         "search_space": {*IntRange.model_fields, *Fraction.model_fields, "values"},
     }
     if len(loc) > 1:
@@ -415,4 +471,4 @@ def where(study: Path, dotted: str) -> str:
         data = YAML(typ="rt").load(study.read_text(encoding="utf-8"))
     except (OSError, MarkedYAMLError):
         return str(study)
-    return f"{study}:{_line(data, dotted.split('.'))}"
+    return f"{study}:{_line(data, _keys(dotted))}"

@@ -184,7 +184,7 @@ class Study:
         started = time.time()
         blank = TrialResult(
             number=number, config=config, params=params, label=label, started=started,
-            effective=dict(self.host) | dict(config.args), vllm_version=self.vllm_version,
+            effective=space.effective(config, self.host), vllm_version=self.vllm_version,
         )  # fmt: skip
         try:
             found = self.evaluator.evaluate(config, self.slos(), self.archive.directory(number), self)
