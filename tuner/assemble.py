@@ -38,6 +38,8 @@ from tuner.spec import Budget, StudySpec
 from tuner.study import store
 from tuner.study.loop import Study
 
+NIXL_PLUGIN = Path(__file__).resolve().parent / "inside_vllm" / "nixl_idle"
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -122,6 +124,11 @@ def _measuring(plan: Plan) -> dict[str, Json]:
     return {name: True for name in ("enable_per_request_metrics",) if name in known}
 
 
+def _plugin(plan: Plan) -> Path | None:
+    """Return the folder of the plugin that NIXL needs where the CPU is the device."""
+    return NIXL_PLUGIN if plan.vllm is not None and plan.vllm.platform == "cpu" else None
+
+
 def _facts(folder: RunFolder) -> Any:
     file = folder.path / "plan.json"
     try:
@@ -140,7 +147,8 @@ def _conduct(plan: Plan, folder: RunFolder, where: Where) -> int:
     launcher = LocalLauncher(
         port=spec.vllm.port, gpus=plan.gpus, start_timeout=spec.vllm.start_timeout,
         stop_patience=spec.vllm.stop_timeout, stop_command=spec.vllm.stop_command or (),
-        journal=folder.path / "processes.jsonl", measuring=_measuring(plan),
+        journal=folder.path / "processes.jsonl", measuring=_measuring(plan), share_devices=spec.share_devices,
+        plugin=_plugin(plan),
     )  # fmt: skip
     evaluator = LiveEvaluator(launcher, spec, plan.workload, plan.vocab_size)
     optuna_study = store.open_study(where.storage or folder.storage, spec)
