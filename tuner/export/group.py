@@ -7,19 +7,15 @@ from pathlib import PurePath
 from tuner.export.files import stem
 from tuner.serving import SECRET_ARGUMENTS, Role, ServingConfig, front_argv
 
-FRONT_PORT, SERVER_PORT, SIDE_CHANNEL_PORT, PROMETHEUS_PORT = (
-    8000,
-    8100,
-    5600,
-    29000,
-)  # the last two: vLLM's, the router's
+FRONT_PORT, SERVER_PORT = 8000, 8100
+SIDE_CHANNEL_PORT, PROMETHEUS_PORT = 5600, 29000  # the defaults of vLLM and of vllm-router
 
-# The same wheel that a study measures with. The image vllm/vllm-router (built by the release pipeline of
-# github.com/vllm-project/router) holds the Rust binary instead, whose flags are its own.
+# The wheel that a study measures with. The image vllm/vllm-router (built by the release pipeline of
+# github.com/vllm-project/router) is made around the Rust binary, with a command line of its own that was not tried.
 ROUTER_IMAGE, ROUTER_PACKAGE = "python:3.12-slim", "vllm-router==0.1.17"
 ROUTER_NOTE = (
-    f"The front is {ROUTER_PACKAGE} from PyPI, the program that was measured; the image vllm/vllm-router holds the",
-    "router's Rust binary, whose flags differ.",
+    f"The front is {ROUTER_PACKAGE} from PyPI, the version that tune is tested with; the image vllm/vllm-router",
+    "has a command line of its own, which was not tried.",
 )
 SECRET_VARIABLES = tuple(sorted(SECRET_ARGUMENTS.values()))
 CACHE, CONFIG_FOLDER = "/root/.cache/huggingface", "/etc/vllm"
