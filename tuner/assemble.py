@@ -302,7 +302,8 @@ def export_run(target: Path, out: Path | None, pick: str) -> str:
     slos = limits(spec.slo, results)
     missed = [s for s in slos if chosen.excess.get(s.metric, 1) > 0]
     miss = f"; it does NOT meet {', '.join(s.metric for s in missed)}" if missed else ""
-    written = " and ".join(str(f) for f in exported.files)
+    *others, last = map(str, exported.files)
+    written = f"{', '.join(others)} and {last}"
     return f"trial {chosen.number} written to {written}{miss}\nstart it with:\n  {exported.start_line}\n"
 
 
@@ -315,4 +316,8 @@ def _export(
         + "".join(f"; {t}" for t in workload["transforms"]),
         "Run folder": folder.path.name,
     }
-    return exporting.write(chosen, spec, limits(spec.slo, results), out, facts, as_typed(chosen.config.command[0]))
+    config = chosen.config
+    return exporting.write(
+        chosen, spec, limits(spec.slo, results), out, facts, as_typed(config.command[0]),
+        front_program=as_typed(config.front.command[0]), gpus=shutil.which("nvidia-smi") is not None,
+    )  # fmt: skip
