@@ -1,0 +1,164 @@
+"""Groups of fake servers and the real vllm-router before them."""
+
+import http.client
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from replay_data import FakeServer, free_port, serving, wait_for
+
+from tuner.serving import Front, Role, ServingConfig, Topology, front_argv
+
+BESIDE = Path(sys.executable).with_name("vllm-router")
+ROUTER = str(BESIDE) if BESIDE.exists() else shutil.which("vllm-router")
+needs_router = pytest.mark.skipif(ROUTER is None, reason="vllm-router is neither beside this Python nor on PATH")
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+COUNTED = {"include_usage": True, "continuous_usage_stats": True}
+KV_ROLES = {Role.PREFILLER: "kv_producer", Role.DECODER: "kv_consumer"}
+
+
+@contextmanager
+def member(
+    directory: Path, role: Role, behaviour: Mapping[str, Any] | None = None, *flags: str, lease: float = 30.0
+) -> Iterator[FakeServer]:
+    """Run one server of a PD group, with a side channel of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_role": KV_ROLES[role],
+        "kv_connector_extra_config": {"kv_lease_duration": lease},
+    }
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    with serving(
+        directory, dict(behaviour or {}), "--kv-transfer-config", json.dumps(config), *flags, env=env
+    ) as server:
+        yield server
+
+
+@contextmanager
+def front(
+    directory: Path, urls: Mapping[Role, Sequence[str]], *flags: str, policy: str = "round_robin"
+) -> Iterator["Router"]:
+    """Run vllm-router before servers, started as `tune` does, with more flags at the end."""
+    assert ROUTER is not None
+    replicas, prefillers = len(urls.get(Role.ANY, ())), len(urls.get(Role.PREFILLER, ()))
+    topology = Topology(replicas, prefillers, 0 if replicas else len(urls[Role.DECODER]))
+    config = ServingConfig("m", topology=topology, front=Front((ROUTER,), policy=policy))
+    port = free_port()
+    argv = front_argv(config, "127.0.0.1", port, urls, prometheus_port=free_port())
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "router.log").open("wb") as output:
+        process = subprocess.Popen([*argv, *flags], stdout=output, stderr=output)
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health", process, timeout=60)
+            yield Router(f"http://127.0.0.1:{port}", process)
+        finally:
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Router:
+    """A running vllm-router."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Servers and the front before them."""
+
+    front: Router
+    servers: Sequence[FakeServer]
+
+    @property
+    def url(self) -> str:
+        return self.front.url
+
+
+@contextmanager
+def pd_pair(
+    directory: Path,
+    prefiller: Mapping[str, Any] | None = None,
+    decoder: Mapping[str, Any] | None = None,
+    *flags: str,
+    server_flags: Sequence[str] = (),
+) -> Iterator[Group]:
+    """Run a prefiller, a decoder and a front."""
+    with ExitStack() as stack:
+        first = stack.enter_context(member(directory / "prefiller", Role.PREFILLER, prefiller, *server_flags))
+        second = stack.enter_context(member(directory / "decoder", Role.DECODER, decoder, *server_flags))
+        urls = {Role.PREFILLER: [first.url], Role.DECODER: [second.url]}
+        yield Group(stack.enter_context(front(directory, urls, *flags)), (first, second))
+
+
+@contextmanager
+def replicas(
+    directory: Path,
+    *behaviours: Mapping[str, Any],
+    policy: str = "round_robin",
+    flags: Sequence[str] = (),
+    server_flags: Sequence[str] = (),
+) -> Iterator[Group]:
+    """Run a server for each behaviour, and a front."""
+    with ExitStack() as stack:
+        servers = []
+        for number, behaviour in enumerate(behaviours):
+            (directory / str(number)).mkdir(parents=True, exist_ok=True)
+            servers.append(stack.enter_context(serving(directory / str(number), dict(behaviour), *server_flags)))
+        urls = {Role.ANY: [server.url for server in servers]}
+        yield Group(stack.enter_context(front(directory, urls, *flags, policy=policy)), servers)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    body: bytes
+
+    @property
+    def json(self) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads(self.body)
+        return said
+
+
+def ask(url: str, path: str = TEXT, **more: Any) -> Answer:
+    """Ask for five tokens on a connection of its own."""
+    prompt = {"prompt": [5] * 40} if path == TEXT else {"messages": [{"role": "user", "content": "x" * 40}]}
+    body = {"model": "m", **prompt, "max_tokens": 5} | more
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return Answer(answer.status, answer.read())
+    finally:
+        connection.close()
+
+
+def stream(url: str, path: str = TEXT, **more: Any) -> Answer:
+    """Ask for a stream of five tokens."""
+    return ask(url, path, stream=True, stream_options=COUNTED, **more)
+
+
+def metrics(server: FakeServer) -> dict[str, float]:
+    """Return what /metrics says, without "vllm:" and the labels that all have: sums by name and by source."""
+    seen: dict[str, float] = {}
+    with urlopen(f"{server.url}/metrics", timeout=5) as answer:
+        for line in answer.read().decode().splitlines():
+            if line.startswith("#") or "_bucket" in line or "_created{" in line:
+                continue
+            name, labels, value = line.removeprefix("vllm:").replace("{", " ", 1).replace("} ", " ", 1).split(" ", 2)
+            source = labels.partition('source="')[2].partition('"')[0]
+            seen[source or name] = float(value)
+    return seen
