@@ -175,7 +175,7 @@ class Behaviour:
     connect_delay: float = 0.0  # a new connection is not read from for so long (connecting itself is the kernel's)
     metrics_lie: float = 0.0  # added to each TTFT in the server's own metrics
     # Faults of single requests
-    http_status: Any = 0  # {"every": 3, "status": 503}
+    http_status: Any = 0  # {"every": 3, "status": 503}; or a list of one for each request
     in_band_error: Any = 0  # {"every": 3, "after": 2}: after so many chunks
     short_output: Any = 0  # {"every": 3, "tokens": 2}
     reset: Any = 0  # {"every": 3, "after": 2}
@@ -717,7 +717,7 @@ class Stream:
 
     def problem(self, prompt_len: int, max_tokens: int) -> tuple[int, str, str] | None:
         if (fault := self.fault("http_status")) is not None:
-            return fault.get("status", 500), "made to fail", "InternalServerError"
+            return in_turn(fault.get("status", 500), self.number - 1), "made to fail", "InternalServerError"
         if self.body.get("model") not in {None, *self.server.names}:
             return 404, f"The model `{self.body.get('model')}` does not exist.", "NotFoundError"
         limit = self.server.args["max_model_len"]
