@@ -4,12 +4,14 @@ import http.client
 import http.server
 import json
 import os
+import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +33,16 @@ SWITCHED_OFF = ("--disable-retries", "--disable-circuit-breaker")
 KV_ROLES = {Role.PREFILLER: "kv_producer", Role.DECODER: "kv_consumer"}
 
 
+def side_channel_port() -> int:
+    """Return a free port, the next one free too, below those that the kernel gives to outgoing connections."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with ExitStack() as stack, suppress(OSError):
+            for number in (port, port + 1):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            return port
+    raise AssertionError("no two free ports")
+
+
 @contextmanager
 def member(
     directory: Path, role: Role, behaviour: Mapping[str, Any] | None = None, *flags: str, lease: float = 30.0
@@ -42,7 +54,7 @@ def member(
         "kv_role": KV_ROLES[role],
         "kv_connector_extra_config": {"kv_lease_duration": lease},
     }
-    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port())}
     with serving(
         directory, dict(behaviour or {}), "--kv-transfer-config", json.dumps(config), *flags, env=env
     ) as server:

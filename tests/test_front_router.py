@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from deployment_data import wait_until
 from front_data import (
@@ -30,7 +31,7 @@ from front_data import (
     replicas,
     stream,
 )
-from replay_data import FakeServer
+from replay_data import FakeServer, evenly, play
 
 from tuner.serving import Role
 
@@ -106,7 +107,7 @@ def test_a_dead_member_of_a_pair_is_a_500(tmp_path: Path, dead: int) -> None:
 @pytest.mark.parametrize("topology", ["pair", "replica"])
 def test_a_stream_that_breaks_off_is_broken_for_the_client_too(tmp_path: Path, topology: str, fault: str) -> None:
     """The chunked body does not end, so it cannot be taken for a whole answer."""
-    broken = {fault: {"every": 1, "after": 2}}
+    broken = {"first_token": 0.2, "gap": 0.2, fault: {"every": 1, "after": 2}}
     with pd_pair(tmp_path, {}, broken) if topology == "pair" else replicas(tmp_path, broken) as group:
         with pytest.raises(http.client.IncompleteRead) as read:
             stream(group.url)
@@ -398,6 +399,19 @@ def test_servers_that_count_unasked_are_counted_through_the_front(tmp_path: Path
 
     for events in (single, pair):
         assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 5, 5]
+
+
+@pytest.mark.parametrize(("flags", "is_counted"), [([], False), (["--enable-force-include-usage"], True)])
+def test_a_replay_knows_the_tokens_of_a_chunk_only_where_servers_count_unasked(
+    tmp_path: Path, flags: list[str], *, is_counted: bool
+) -> None:
+    """Requests complete either way; without counts how many tokens a chunk has is unknown."""
+    with replicas(tmp_path, {"tokens_per_chunk": 3}, server_flags=flags) as group:
+        records = play(group.url, evenly(2, 0.05, output_len=6)).records
+
+    assert records.is_completed.all()
+    assert list(records.completion_tokens) == [6, 6]
+    assert [float(n) for n in records.chunk_tokens if not np.isnan(n)] == ([3] * 4 if is_counted else [])
 
 
 def test_the_closing_events_usage_and_metrics_pass(tmp_path: Path) -> None:
