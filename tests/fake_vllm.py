@@ -12,6 +12,8 @@ moment the request was read: token i is due at first_token + i * gap + the stall
 when its last token is due. What was written when is in the log, as the system's monotonic clock had it just
 before the bytes went to the socket; a client on the same machine can be held against it.
 
+With `--kv-transfer-config` for NixlConnector it is one of a PD pair (fake_pd.py).
+
 The environment variable FAKE_VLLM, a JSON object, changes what it does; every key is a field of `Behaviour`.
 Nothing but the standard library is needed.
 """
@@ -36,6 +38,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import fake_pd
+from fake_metrics import Histogram, counter, gauge, with_label
+
 VERSION = "0.26.0"
 FLAGS = Path(__file__).parent / "data" / "vllm_flags.txt"
 
@@ -59,6 +64,7 @@ WHOLE = {"port", "max-num-seqs", "long-prefill-token-threshold", "stream-interva
          "num-gpu-blocks-override", "max-num-partial-prefills", "max-long-partial-prefills"}  # fmt: skip
 COUNTERS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens",
             "generation_tokens", "request_success")  # fmt: skip
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 # Each with what vLLM says about it and its buckets.
 SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 HISTOGRAMS = (
@@ -90,6 +96,11 @@ REFUSED = """\
 pydantic_core._pydantic_core.ValidationError: 1 validation error for SchedulerConfig
   Value error, {reason} [type=value_error, input_value=ArgsKwargs((), {{}}), input_type=ArgsKwargs]
     For further information visit https://errors.pydantic.dev/2.12/v/value_error
+"""
+SIDE_CHANNEL_TAKEN = """\
+(EngineCore pid={pid}) Exception in thread nixl_handshake_listener:
+(EngineCore pid={pid}) Traceback (most recent call last):
+(EngineCore pid={pid}) zmq.error.ZMQError: Address already in use (addr='{reason}')
 """
 PORT_TAKEN = """\
 (APIServer pid={pid}) Traceback (most recent call last):
@@ -134,6 +145,12 @@ class Behaviour:
     freeze_at: float = -1.0  # after the first completion request
     freeze_for: float = 0.0
     barrier: int = 0  # no request is served before so many have arrived
+    # PD pairs (fake_pd.py)
+    ignore_kv: bool = False  # computes a prompt itself, whatever it was handed
+    transfer: float = 0.0  # seconds that a transfer takes
+    transfer_patience: float = 0.0  # before a transfer that cannot be is given up with an error
+    side_channel_shift: int = 0  # listens so far from the port that it announces
+    die_after: int = 0  # so many whole answers given; the last one still goes out
     # Times of tokens, instead of the scheduler's: a number, or a list of one for each request
     first_token: Any = -1.0  # seconds after the request was read; negative: the scheduler decides
     gap: Any = 0.0  # between later tokens
@@ -158,7 +175,7 @@ class Behaviour:
     connect_delay: float = 0.0  # a new connection is not read from for so long (connecting itself is the kernel's)
     metrics_lie: float = 0.0  # added to each TTFT in the server's own metrics
     # Faults of single requests
-    http_status: Any = 0  # {"every": 3, "status": 503}
+    http_status: Any = 0  # {"every": 3, "status": 503}; or a list of one for each request
     in_band_error: Any = 0  # {"every": 3, "after": 2}: after so many chunks
     short_output: Any = 0  # {"every": 3, "tokens": 2}
     reset: Any = 0  # {"every": 3, "after": 2}
@@ -365,6 +382,7 @@ class Running:
     made: int = 0
     queued: float = 0.0
     scheduled: float = 0.0
+    external: int = 0
 
     @property
     def known(self) -> int:
@@ -405,6 +423,7 @@ class Engine:
         self.frozen_until = 0.0
         self.step_end: float | None = None
         self.counters = dict.fromkeys(COUNTERS, 0)
+        self.sources = dict.fromkeys(SOURCES, 0)
 
     def submit(self, prompt: Sequence[int], max_tokens: int, stream: "Stream") -> Running:
         request = Running(prompt, max_tokens, stream, self.hash_blocks(prompt) if self.caching else [])
@@ -486,23 +505,27 @@ class Engine:
         while len(self.running) > 1 and self.held() + len(self.running) > self.behaviour.kv_tokens:
             victim = self.running.pop()
             victim.computed = 0
+            victim.stream.is_pulled = False  # as on the real server, what was pulled is computed again
             self.waiting.appendleft(victim)
             self.counters["num_preemptions"] += 1
 
     def look_up(self, request: Running) -> None:
-        if request.computed or not self.caching:
+        if request.computed:
             return
-        hits = 0
-        for block in request.hashes[: (request.known - 1) // self.block]:
-            if block not in self.cache:
-                break
-            self.cache.move_to_end(block)
-            hits += 1
-        if not request.made:
+        hits = self.hits(request.hashes, request.known)
+        if self.caching and not request.made:
             self.counters["prefix_cache_queries"] += len(request.prompt)
             self.counters["prefix_cache_hits"] += hits * self.block
             request.cached = hits * self.block
         request.computed = hits * self.block
+        if request.stream.is_pulled:  # all but the last token, which is what the first output is made of
+            request.external = len(request.prompt) - request.cached
+            request.computed = request.known - 1
+
+    def hits(self, hashes: Sequence[int], known: int) -> int:
+        """Return how many blocks are in the cache; the last token is always computed."""
+        found = itertools.takewhile(self.cache.__contains__, hashes[: (known - 1) // self.block])
+        return sum(1 for block in found if self.cache.move_to_end(block) is None)
 
     def duration(self, plan: list[tuple[Running, int]]) -> float:
         cost = self.behaviour
@@ -527,6 +550,9 @@ class Engine:
     def hand_out(self, request: Running) -> None:
         if not request.made:
             self.counters["prompt_tokens"] += len(request.prompt)
+            computed = len(request.prompt) - request.cached - request.external
+            for source, tokens in zip(SOURCES, (computed, request.cached, request.external), strict=True):
+                self.sources[source] += tokens
             self.remember(request)
         request.made += 1
         self.counters["generation_tokens"] += 1
@@ -620,6 +646,8 @@ class Stream:
         self.writes: list[tuple[float, int]] = []
         self.held: list[tuple[bytes, int]] = []
         self.outcome = "open"
+        self.is_pulled = False
+        self.transfer_params: dict[str, Any] = body.get("kv_transfer_params") or {}
         self.is_streamed = bool(body.get("stream")) and not self.behaviour.never_stream
         options, forced = body.get("stream_options") or {}, bool(self.server.args["enable_force_include_usage"])
         self.final_usage = forced or bool(options.get("include_usage"))
@@ -649,7 +677,38 @@ class Stream:
             self.max_tokens = max_tokens
             if self.behaviour.early_role and self.is_streamed:
                 self.open()
+            transfer = self.server.transfer
+            if transfer and self.transfer_params.get("do_remote_prefill") and not self.behaviour.ignore_kv:
+                self.pulling = self.server.loop.create_task(self.pull(transfer))
+            else:
+                self.server.admit(self)
+
+    async def pull(self, transfer: fake_pd.KvTransfer) -> None:
+        """Get the prompt's KV from where it was computed, and go on."""
+        engine = self.server.engine
+        cached = engine.hits(engine.hash_blocks(self.prompt) if engine.caching else [], len(self.prompt))
+        try:
+            await transfer.pull(self.transfer_params, transfer.blocks(len(self.prompt)) - cached)
+        except fake_pd.PullError:
+            if self.outcome == "open":
+                self.fail("transfer_failed", "Internal server error")
+            return
+        if self.outcome == "open":
+            self.is_pulled = True
             self.server.admit(self)
+
+    def fail(self, outcome: str, message: str) -> None:
+        """Answer with an error of the engine: a status, or an event where a stream has one already."""
+        if not self.is_streamed:
+            self.refuse(outcome, 500, message, "InternalServerError")
+            return
+        self.open()
+        error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+        self.write(self.event({"error": error}))
+        self.write(self.event("[DONE]"))
+        self.flush()
+        self.finish(outcome)
+        self.connection.end_stream()
 
     def refuse(self, outcome: str, status: int, message: str, kind: str) -> None:
         self.finish(outcome)
@@ -658,7 +717,7 @@ class Stream:
 
     def problem(self, prompt_len: int, max_tokens: int) -> tuple[int, str, str] | None:
         if (fault := self.fault("http_status")) is not None:
-            return fault.get("status", 500), "made to fail", "InternalServerError"
+            return in_turn(fault.get("status", 500), self.number - 1), "made to fail", "InternalServerError"
         if self.body.get("model") not in {None, *self.server.names}:
             return 404, f"The model `{self.body.get('model')}` does not exist.", "NotFoundError"
         limit = self.server.args["max_model_len"]
@@ -785,13 +844,20 @@ class Stream:
                 self.break_off(name)
                 return
         if self.fault("in_band_error") is not None:
-            self.refuse("in_band_error", 500, "EngineCore encountered an issue.", "InternalServerError")
+            self.fail("in_band_error", "EngineCore encountered an issue.")
             return
         self.writes.append((time.monotonic(), self.made))
         self.finish("completed")
         answer = {"id": self.id, "object": self.api.whole, "created": int(time.time()),
                   "model": self.server.names[0], "choices": [self.api.message(self.made)]}  # fmt: skip
+        if self.server.transfer is not None:
+            answer["kv_transfer_params"] = self.handed_over(self.server.transfer)
         self.connection.answer(200, answer | self.closing())
+        self.server.answered()
+
+    def handed_over(self, transfer: fake_pd.KvTransfer) -> dict[str, Any] | None:
+        is_prefill = bool(self.transfer_params.get("do_remote_decode"))
+        return transfer.hand_over(self.id, len(self.prompt)) if is_prefill else None
 
     def break_off(self, how: str) -> None:
         if self.request is not None:
@@ -800,13 +866,7 @@ class Stream:
         if how == "silence":
             self.outcome = how
         elif how == "in_band_error":
-            error = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError",
-                               "param": None, "code": 500}}  # fmt: skip
-            self.write(self.event(error))
-            self.write(self.event("[DONE]"))
-            self.flush()
-            self.finish(how)
-            self.connection.end_stream()
+            self.fail(how, "EngineCore encountered an issue.")
         elif how == "reset":
             self.finish(how)
             self.connection.reset()
@@ -948,28 +1008,6 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
 
-class Histogram:
-    """One of vLLM's histograms, in Prometheus' text form."""
-
-    def __init__(self, name: str, about: str, edges: Sequence[float]) -> None:
-        self.name, self.about, self.edges = name, about, (*edges, float("inf"))
-        self.buckets, self.sum, self.count = [0] * len(self.edges), 0.0, 0
-
-    def observe(self, value: float) -> None:
-        self.sum, self.count = self.sum + value, self.count + 1
-        for i, edge in enumerate(self.edges):
-            self.buckets[i] += value <= edge
-
-    def lines(self, labels: str) -> Iterator[str]:
-        yield f"# HELP vllm:{self.name} {self.about}\n# TYPE vllm:{self.name} histogram"
-        for edge, count in zip(self.edges, self.buckets, strict=True):
-            le = "+Inf" if edge == float("inf") else str(float(edge))
-            inside = labels.removesuffix("}")
-            yield f'vllm:{self.name}_bucket{inside},le="{le}"}} {float(count)}'
-        yield f"vllm:{self.name}_count{labels} {float(self.count)}"
-        yield f"vllm:{self.name}_sum{labels} {self.sum}"
-
-
 class Server:
     """What the connections share."""
 
@@ -979,8 +1017,10 @@ class Server:
         self.names: list[str] = args["served_model_name"] or [args["model_tag"] or args["model"] or "Qwen/Qwen3-0.6B"]
         self.keys: list[str] = args["api_key"] or [k for k in [os.environ.get("VLLM_API_KEY")] if k]
         self.connections: set[Connection] = set()
+        sabotage = fake_pd.Sabotage(behaviour.transfer, behaviour.transfer_patience, behaviour.side_channel_shift)
+        self.transfer = fake_pd.from_argument(args["kv_transfer_config"], sabotage, self.engine.block)
         self.is_ready = False
-        self.received = 0
+        self.received = self.whole_answers = 0
         self.behind_barrier: list[Stream] = []
         self.histograms = {name: Histogram(name, *rest) for name, *rest in HISTOGRAMS}
         self.log = Path(behaviour.log).open("a") if behaviour.log else None  # noqa: SIM115 (open as long as it serves)
@@ -996,6 +1036,13 @@ class Server:
                 os._exit(1)
         connection.stream = Stream(connection, self.received, json.loads(body), api)
         connection.stream.start()
+
+    def answered(self) -> None:
+        """Count a whole answer; die after the last one that was to be given."""
+        self.whole_answers += 1
+        if self.whole_answers == self.behaviour.die_after:
+            say_lines(ENGINE_DIED, REASONS["crash"])
+            os._exit(1)
 
     def freeze(self) -> None:
         self.engine.frozen_until = self.loop.time() + self.behaviour.freeze_for
@@ -1040,16 +1087,18 @@ class Server:
             "num_requests_waiting": len(engine.waiting),
             "kv_cache_usage_perc": engine.held() / self.behaviour.kv_tokens,
         }
-        lines = []
+        lines: list[str] = []
         for name, value in gauges.items():
-            lines.append(f"# HELP vllm:{name} A gauge.\n# TYPE vllm:{name} gauge")
-            lines.append(f"vllm:{name}{labels} {float(value)}")
+            lines += gauge(name, labels, value)
         for name, count in engine.counters.items():
-            extra = labels.replace("}", ',finished_reason="length"}') if name == "request_success" else labels
-            lines.append(f"# HELP vllm:{name}_total A counter.\n# TYPE vllm:{name}_total counter")
-            lines.append(f"vllm:{name}_total{extra} {float(count)}\nvllm:{name}_created{extra} 1.7e+09")
+            extra = with_label(labels, "finished_reason", "length") if name == "request_success" else labels
+            lines += counter(name, (extra, count))
+        sources = [(with_label(labels, "source", source), count) for source, count in engine.sources.items()]
+        lines += counter("prompt_tokens_by_source", *sources)
         for histogram in self.histograms.values():
             lines += histogram.lines(labels)
+        if self.transfer is not None:
+            lines += self.transfer.metrics(labels)
         blocks = self.behaviour.kv_tokens // engine.block
         lines.append(f'vllm:cache_config_info{{block_size="{engine.block}",num_gpu_blocks="{blocks}"}} 1.0')
         return "\n".join(lines) + "\n"
@@ -1152,6 +1201,13 @@ async def start(server: Server, sock: socket.socket, behaviour: Behaviour) -> No
     say("kv_cache_utils.py:2179", f"Maximum concurrency for {args['max_model_len']:,} tokens per request: "
                                   f"{tokens / args['max_model_len']:.2f}x")  # fmt: skip
     say("api_server.py:677", f"Starting vLLM server on http://{args['host']}:{args['port']}")
+    if server.transfer is not None:
+        try:
+            await server.transfer.listen()
+        except OSError:
+            # vLLM 0.26 waits for ever for the thread that could not bind.
+            say_lines(SIDE_CHANNEL_TAKEN, f"tcp://{server.transfer.host}:{server.transfer.port}")
+            await asyncio.Event().wait()
     if not behaviour.health_while_starting:
         await loop.create_server(lambda: Connection(server), sock=sock, backlog=2048)
     server.is_ready = True

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,16 +131,23 @@ class FakeServer:
 
 
 @contextmanager
-def serving(directory: Path, behaviour: dict[str, Any] | None = None, *flags: str) -> Iterator[FakeServer]:
+def serving(
+    directory: Path,
+    behaviour: dict[str, Any] | None = None,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    start_timeout: float = 20,
+) -> Iterator[FakeServer]:
     """Run a fake server until the block is left."""
     port = free_port()
     log_path = directory / "fake.jsonl"
-    environment = os.environ | {"FAKE_VLLM": json.dumps({"log": str(log_path), "start_delay": 0, **(behaviour or {})})}
+    said = json.dumps({"log": str(log_path), "start_delay": 0, **(behaviour or {})})
+    environment = os.environ | {"FAKE_VLLM": said} | dict(env or {})
     command = [sys.executable, str(FAKE_VLLM), "serve", "m", "--port", str(port), *flags]
     with (directory / "server.log").open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
-        wait_for(f"http://127.0.0.1:{port}/health", process)
+        wait_for(f"http://127.0.0.1:{port}/health", process, start_timeout)
         yield FakeServer(f"http://127.0.0.1:{port}", process, log_path)
     finally:
         process.send_signal(signal.SIGKILL)

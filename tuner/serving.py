@@ -240,6 +240,10 @@ def front_argv(
     if config.topology.is_pd:
         for flag_name, policy in (("--prefill-policy", front.prefill_policy), ("--decode-policy", front.decode_policy)):
             argv += [flag_name, policy] if policy else []
+    # As shipped, it sends what failed (500, 503, 429, no connection) to another replica, and after ten failures takes
+    # a server out: a failed request would be measured as a slow one, and one server's load as another's
+    # (tests/test_front_router.py, "Failures").
+    argv += ["--disable-retries", "--disable-circuit-breaker"]
     # The servers are ready when the front starts; by default it would look again only after 30 s.
     argv += ["--host", host, "--port", str(port), "--worker-startup-check-interval", "1"]
     return [*argv, "--prometheus-port", str(prometheus_port), "--log-level", "warning"]

@@ -51,7 +51,7 @@ def cores() -> Cores:
 
 
 @contextmanager
-def _on(core: int) -> Iterator[None]:
+def on_core(core: int) -> Iterator[None]:
     """Start children on one core; an affinity is inherited."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
@@ -124,7 +124,7 @@ def run(command: Sequence[str], env: Mapping[str, str], *, core: int, timeout: f
     started = time.perf_counter()
     samples: list[tuple[float, float]] = []
     with (out / "log").open("wb") as log:
-        with _on(core):
+        with on_core(core):
             process = subprocess.Popen(
                 command, env=os.environ | env, cwd=out, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
@@ -167,7 +167,7 @@ def serving(load: Load, core: int) -> Iterator[str]:
         sys.executable, "-m", "benchmarks.replay.server", "--port", "0", "--ttft", str(load.ttft),
         "--itl", str(load.itl), "--tokens", str(load.output_tokens), "--prompt-tokens", str(load.prompt_tokens),
     ]  # fmt: skip
-    with _on(core):
+    with on_core(core):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
