@@ -29,7 +29,6 @@ needs_router = pytest.mark.skipif(ROUTER is None, reason="vllm-router is neither
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}
-SWITCHED_OFF = ("--disable-retries", "--disable-circuit-breaker")
 KV_ROLES = {Role.PREFILLER: "kv_producer", Role.DECODER: "kv_consumer"}
 
 
@@ -70,15 +69,13 @@ def front(
     as_shipped: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Iterator["Router"]:
-    """Run vllm-router before servers, started as `tune` does, or without what `tune` switches off."""
+    """Run vllm-router before servers, started as `tune` measures with it, or as shipped."""
     assert ROUTER is not None
     replicas, prefillers = len(urls.get(Role.ANY, ())), len(urls.get(Role.PREFILLER, ()))
     topology = Topology(replicas, prefillers, 0 if replicas else len(urls[Role.DECODER]))
     config = ServingConfig("m", topology=topology, front=Front((ROUTER,), policy=policy))
     port = free_port()
-    argv = front_argv(config, "127.0.0.1", port, urls, prometheus_port=free_port())
-    if as_shipped:
-        argv = [word for word in argv if word not in SWITCHED_OFF]
+    argv = front_argv(config, "127.0.0.1", port, urls, prometheus_port=free_port(), hides_failures=as_shipped)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "router.log").open("wb") as output:
         process = subprocess.Popen(argv, env=os.environ | dict(env or {}), stdout=output, stderr=output)

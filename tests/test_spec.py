@@ -257,3 +257,12 @@ def test_a_flag_sets_a_roles_argument() -> None:
 
     assert study.engine_args["decoder.max_model_len"] == 8
     assert study.search_space["decoder.max_num_seqs"] == Choice(values=(1, 2))
+
+
+def test_policies_that_meet_one_replica_are_refused() -> None:
+    """Replicas under a policy that goes by text would be measured one by one; prefillers and decoders are not."""
+    body = "name: x\nmodel: m\nworkload: w\ntopologies: [{}]\nfront: {{policy: consistent_hash}}\n"
+    with pytest.raises(SpecError, match=r"front\.policy: consistent_hash sends every prompt of token ids to the same"):
+        spec.parse(body.format("2x"), "s.yaml")
+
+    assert spec.parse(body.format("1p1d"), "s.yaml").router.policy == "consistent_hash"

@@ -34,6 +34,7 @@ from tuner.sinks.bench import to_bench
 from tuner.sinks.console import ConsoleSink
 from tuner.sinks.runfolder import RunFolder, make_folder, write_atomically, write_json
 from tuner.sinks.ticker import Ticker
+from tuner.sinks.topologies import is_on_cpu
 from tuner.spec import Budget, StudySpec
 from tuner.study import store
 from tuner.study.loop import Study
@@ -121,7 +122,10 @@ def _continue(folder: RunFolder, spec: StudySpec, facts: Any, where: Where) -> i
 def _measuring(plan: Plan) -> dict[str, Json]:
     """Return arguments that let the server time each request itself, where this vLLM knows them."""
     known = plan.vllm.flags if plan.vllm else {}
-    return {name: True for name in ("enable_per_request_metrics",) if name in known}
+    wanted = ["enable_per_request_metrics"]
+    # vllm-router drops the request's `continuous_usage_stats`, which says how many tokens a chunk has.
+    wanted += ["enable_force_include_usage"] if any(t.is_group for t in plan.spec.topologies) else []
+    return {name: True for name in wanted if name in known}
 
 
 def _plugin(plan: Plan) -> Path | None:
@@ -320,4 +324,5 @@ def _export(
     return exporting.write(
         chosen, spec, limits(spec.slo, results), out, facts, as_typed(config.command[0]),
         front_program=as_typed(config.front.command[0]), gpus=shutil.which("nvidia-smi") is not None,
+        plugin=NIXL_PLUGIN if config.topology.is_pd and is_on_cpu(chosen) else None,
     )  # fmt: skip

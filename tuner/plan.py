@@ -300,7 +300,9 @@ def _commands(config: ServingConfig) -> list[str]:
     for role in topology.roles:
         what = "server" if role is Role.ANY else str(role)
         lines += [f"  # {topology.count(role)} x {what}", f"  {' '.join([*env, shlex.join(to_argv(config, role))])}"]
-    front = front_argv(config, "127.0.0.1", 8000, urls, prometheus_port=8000 + topology.n_servers + 1)
+    front = front_argv(
+        config, "127.0.0.1", 8000, urls, prometheus_port=8000 + topology.n_servers + 1, hides_failures=False
+    )
     return [*lines, "  # the front (ports are examples)", f"  {shlex.join(front)}"]
 
 

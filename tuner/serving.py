@@ -217,7 +217,13 @@ def to_config(config: ServingConfig, role: Role = Role.ANY) -> dict[str, Json]:
 
 
 def front_argv(
-    config: ServingConfig, host: str, port: int, urls: Mapping[Role, Sequence[str]], *, prometheus_port: int
+    config: ServingConfig,
+    host: str,
+    port: int,
+    urls: Mapping[Role, Sequence[str]],
+    *,
+    prometheus_port: int,
+    hides_failures: bool = True,
 ) -> list[str]:
     """Return the command that starts the front of a group.
 
@@ -227,6 +233,9 @@ def front_argv(
         port: likewise.
         urls: of the servers, by role.
         prometheus_port: vllm-router serves its own metrics there.
+        hides_failures: whether it may ask another server when one failed. As shipped, it sends what failed (500,
+            503, 429, no connection) to another replica, and takes a server out after ten failures: good to serve
+            with, and a failed request would be measured as a slow one (tests/test_front_router.py, "Failures").
     """
     front = config.front
     argv = list(front.command)
@@ -240,10 +249,7 @@ def front_argv(
     if config.topology.is_pd:
         for flag_name, policy in (("--prefill-policy", front.prefill_policy), ("--decode-policy", front.decode_policy)):
             argv += [flag_name, policy] if policy else []
-    # As shipped, it sends what failed (500, 503, 429, no connection) to another replica, and after ten failures takes
-    # a server out: a failed request would be measured as a slow one, and one server's load as another's
-    # (tests/test_front_router.py, "Failures").
-    argv += ["--disable-retries", "--disable-circuit-breaker"]
+    argv += [] if hides_failures else ["--disable-retries", "--disable-circuit-breaker"]
     # The servers are ready when the front starts; by default it would look again only after 30 s.
     argv += ["--host", host, "--port", str(port), "--worker-startup-check-interval", "1"]
     return [*argv, "--prometheus-port", str(prometheus_port), "--log-level", "warning"]

@@ -227,6 +227,7 @@ class StudySpec(Part):
         groups.check_sizes_are_fixed(self.search_space)
         keys = {"engine_args": self.engine_args, "search_space": self.search_space}
         groups.check_used(self.topologies, keys, self.kv_transfer_config)
+        groups.check_policy(self.topologies, self.router)
         groups.check_equal({topology: self.n_gpus(topology) for topology in self.topologies})
         if self.share_devices and not self.topologies:
             raise ValueError("share_devices: name the topologies; auto gives every server devices of its own")

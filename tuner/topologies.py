@@ -17,6 +17,7 @@ from tuner.serving import PARALLEL_SIZES, SINGLE, Front, Json, Role, Topology
 AUTO = "auto"
 ROLES: tuple[Role, ...] = (Role.PREFILLER, Role.DECODER)
 CONNECTOR: dict[str, Json] = {"kv_connector": "NixlConnector"}
+BY_TEXT = ("consistent_hash", "sticky_least_loaded")
 KV, DEVICE = "kv_transfer_config", "kv_buffer_device"
 
 Command = Annotated[
@@ -158,6 +159,22 @@ def check_sizes_are_fixed(search_space: Iterable[str]) -> None:
                 f"search_space.{name}: it changes how many GPUs a server takes, and comparisons at unequal GPUs "
                 "are not fair: fix it under engine_args"
             )
+
+
+def check_policy(topologies: Sequence[Topology], front: Front) -> None:
+    """Refuse policies under which all prompts of a replay meet one replica.
+
+    They look for a session or a text to go by, and a replay's prompts are token ids (tests/test_front_router.py,
+    "Balance").
+
+    Raises:
+        ValueError: the policy is one of these, and there are replicas.
+    """
+    if front.policy in BY_TEXT and any(t.is_group and not t.is_pd for t in topologies):
+        raise ValueError(
+            f"front.policy: {front.policy} sends every prompt of token ids to the same replica: take round_robin or "
+            "power_of_two"
+        )
 
 
 def check_used(topologies: Sequence[Topology], keys: Mapping[str, Iterable[str]], kv: Mapping[str, Any] | None) -> None:

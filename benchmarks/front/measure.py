@@ -97,7 +97,9 @@ def _front(
 ) -> Iterator[tuple[str, psutil.Process]]:
     config = ServingConfig("", topology=Topology(replicas=len(servers)), front=Front(tuple(router), policy))
     port, prometheus_port = _free_port(), _free_port()
-    argv = front_argv(config, "127.0.0.1", port, {Role.ANY: servers}, prometheus_port=prometheus_port)
+    argv = front_argv(
+        config, "127.0.0.1", port, {Role.ANY: servers}, prometheus_port=prometheus_port, hides_failures=False
+    )
     with (work / "front.log").open("wb") as log:
         with on_core(core):
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

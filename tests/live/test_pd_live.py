@@ -1,11 +1,9 @@
 """Prefillers and decoders on a real vLLM: real NixlConnector, real vllm-router, no GPU.
 
-Nothing here looks at the clock; the study that does is in test_topologies_live.py.
+Nothing here looks at the clock; the studies that do are in test_topologies_live.py.
 """
 
 import json
-import os
-import signal
 import sys
 import threading
 import time
@@ -24,7 +22,7 @@ from tests.deployment_data import is_alive
 from tuner import spec as specs
 from tuner import tiny_model
 from tuner.deployment.launcher import Deployment, LocalLauncher
-from tuner.errors import FailureKind, InvalidReplay, ServerDied, StartError
+from tuner.errors import FailureKind, InvalidReplay, StartError
 from tuner.replay import pairs, remote, run, transfer
 from tuner.replay.prompts import ordinary_tokens, vocabulary_of
 from tuner.seams import Member, Replay
@@ -199,16 +197,6 @@ def test_a_wrong_side_channel_port_is_no_transfer(pair: Deployment, model: str) 
     assert caught.value.kind is FailureKind.NO_TRANSFER
     assert time.monotonic() - began < 90
     pairs.warm(pair.members, model, seed=3, vocab_size=vocab_size, check_alive=pair.check_alive)
-
-
-def test_a_prefiller_killed_in_mid_replay_is_named(vllm: str, model: str, tmp_path: Path) -> None:
-    """Kind died, within seconds, and nothing of the group is left."""
-    with up(configuration(vllm, model, "1p1d"), tmp_path) as deployment:
-        threading.Timer(0.3, os.kill, (deployment.servers[0].pid, signal.SIGKILL)).start()
-        with pytest.raises(ServerDied, match="prefiller 0 ended while in use") as caught:
-            load(model, deployment.url, deployment.members, deployment, salt="killed")
-
-    assert caught.value.kind in {FailureKind.DIED, FailureKind.OOM}  # SIGKILL is also what the kernel sends
 
 
 def test_a_decoder_that_never_comes_up_ends_the_group(vllm: str, model: str, tmp_path: Path) -> None:

@@ -232,8 +232,13 @@ class LocalLauncher:
     ) -> Start:
         urls = {role: [server.url for server in servers if server.role is role] for role in config.topology.roles}
         address = self._address(config)
-        argv = front_argv(config, address, own[0].port, urls, prometheus_port=own[1].port)
-        return Start(FRONT, None, argv, {}, address, own, directory / "front.log")
+        argv = front_argv(
+            config, address, own[0].port, urls, prometheus_port=own[1].port, hides_failures=False
+        )  # fmt: skip
+        # Before prefillers and decoders it puts this key in place of the client's (tests/test_front_router.py).
+        key = os.environ.get("VLLM_API_KEY")
+        settings = {"OPENAI_API_KEY": key} if key and "OPENAI_API_KEY" not in os.environ else {}
+        return Start(FRONT, None, argv, settings, address, own, directory / "front.log")
 
     def _measuring(self, config: ServingConfig, role: Role) -> dict[str, Json]:
         given = config.for_role(role)

@@ -223,4 +223,6 @@ def _front(config: ServingConfig, program: str | None) -> str:
         for before, word in zip(["", *words], words, strict=False)
     ]
     command = " ".join(said).replace(" --", " \\\n  --")
-    return f"\ntold=\nsetsid {command} &"
+    # Before prefillers and decoders the front puts this key in place of the client's.
+    key = 'if [ -n "${VLLM_API_KEY-}" ]; then export OPENAI_API_KEY="${OPENAI_API_KEY-$VLLM_API_KEY}"; fi\n'
+    return f"\ntold=\n{key if config.topology.is_pd else ''}setsid {command} &"

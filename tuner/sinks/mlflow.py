@@ -49,7 +49,6 @@ from tuner.results import TrialResult, default_of, limits, recommend, to_json
 from tuner.serving import Role, ServingConfig
 from tuner.sinks import notes, pages, plots, view
 from tuner.sinks.pages import WorkloadFacts
-from tuner.sinks.topologies import shares_devices
 from tuner.sinks.verdict import verdict
 from tuner.sinks.words import plain
 from tuner.spec import StudySpec
@@ -299,7 +298,7 @@ class MlflowSink:
         ordered = sorted(results, key=lambda r: r.number)
         for result in ordered:
             self._publish_trial(mirror, spec, result, default_of(ordered))
-        params = pages.params_of_all(ordered, share_devices=shares_devices(spec))
+        params = pages.params_of_all(ordered, share_devices=spec.share_devices)
         for result in ordered:
             child = mirror.children[self._key(result.number)]
             mirror.add_params(child, params[result.number])

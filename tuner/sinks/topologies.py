@@ -76,12 +76,7 @@ def shared(spec: StudySpec, results: Iterable[TrialResult]) -> str | None:
     """Return what the servers of a group shared, None where each had GPUs of its own."""
     if any(is_on_cpu(r) for r in results):
         return "one machine's cores"
-    return "GPUs of one machine" if shares_devices(spec) else None
-
-
-def shares_devices(spec: StudySpec) -> bool:
-    """Return whether a study puts all servers of a group on the same GPUs."""
-    return bool(getattr(spec, "share_devices", False))
+    return "GPUs of one machine" if spec.share_devices else None
 
 
 def n_gpus(result: TrialResult, *, share_devices: bool) -> int:

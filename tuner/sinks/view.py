@@ -9,7 +9,6 @@ from typing import Any
 
 from tuner.results import TrialResult
 from tuner.sinks import pages
-from tuner.sinks.topologies import shares_devices
 from tuner.sinks.words import plain
 from tuner.spec import StudySpec
 
@@ -52,7 +51,7 @@ def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str
 def _varied(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
     """The params in which trials differ, topology first when there are several."""
     by_name: dict[str, set[str]] = {}
-    for own in pages.params_of_all(results, share_devices=shares_devices(spec)).values():
+    for own in pages.params_of_all(results, share_devices=spec.share_devices).values():
         for name, value in own.items():
             by_name.setdefault(name, set()).update({value} - {pages.NOT_GIVEN})
     first = [pages.key(name) for name in ("topology", *spec.search_space) if len(by_name.get(pages.key(name), ())) > 1]
