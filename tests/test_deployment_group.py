@@ -161,6 +161,29 @@ def test_a_port_taken_in_between_restarts_the_group(tmp_path: Path) -> None:
     assert len(markers(record)) > 3
 
 
+def test_a_taken_side_channel_is_noticed_though_the_server_hangs(tmp_path: Path) -> None:
+    """The log says so, and vLLM waits for ever: the group is started again, long before the start is too late."""
+    behaviour = {"LITTLE": "side_channel_taken_at_first", "LITTLE_FILE": str(tmp_path / "first")}
+    began = time.monotonic()
+    with launcher(start_timeout=60).launch(little_group("1p1d", env=behaviour), tmp_path):
+        assert time.monotonic() - began < 40
+
+
+def test_ports_are_none_that_the_kernel_gives_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the range for sockets that ask for no port, above it where there is no room, else the kernel's choice."""
+    table = tmp_path / "range"
+    monkeypatch.setattr(ports, "EPHEMERAL", table)
+
+    def picked(text: str) -> int:
+        table.write_text(text)
+        with ports.reserved("127.0.0.1") as one:
+            return one.port
+
+    assert 20_000 <= picked("32768\t60999\n") < 32768
+    assert picked("1024 60000") > 60000
+    assert picked("1024 65535") >= 1024
+
+
 def test_gpus_are_dealt_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each server sees its own, as many as its parallel sizes take; the front sees them all, and uses none."""
     executable(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI)

@@ -83,7 +83,18 @@ def port_taken() -> None:
     sys.exit("OSError: [Errno 98] Address already in use")
 
 
-BEHAVIOURS = {f.__name__: f for f in (serve, crash, hang, deaf, escape, port_taken_at_first, port_taken)}
+def side_channel_taken_at_first() -> None:
+    """Find a port of its own taken at the first try and hang, as vLLM does; serve at the second."""
+    first = Path(os.environ["LITTLE_FILE"])
+    if not first.exists():
+        first.touch()
+        print("(EngineCore pid=7) zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:1')", flush=True)
+        time.sleep(600)
+    serve()
+
+
+BEHAVIOURS = {f.__name__: f for f in (serve, crash, hang, deaf, escape, port_taken_at_first, port_taken,
+              side_channel_taken_at_first)}  # fmt: skip
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -44,7 +44,8 @@ def tune(folder: Path, vllm: str, name: str, *words: str) -> list[str]:
     return [
         sys.executable, "-m", "tuner", "run", str(REPO / "studies/pd-cpu.yaml"), "--name", name,
         "--set", f"vllm.command={vllm} serve", "--workload", str(folder / "window.jsonl"),
-        "--set", "workload.warm_up=1s", "--runs", str(folder / "runs"), *PROMISE, *words,
+        "--set", "workload.warm_up=1s", "--set", "objectives.ttft=ttft_p50", "--runs", str(folder / "runs"), *PROMISE,
+        *words,
     ]  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from tuner.deployment.stopping import Stopping, interrupts_held_back
 from tuner.errors import HostError
 from tuner.serving import Role
 
+READ_LOGS_EVERY = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -115,13 +117,18 @@ class Group:
             StartError: one of them has ended or is not ready in time.
         """
         deadline = time.monotonic() + timeout
+        logs_read = time.monotonic()
         while waiting := [running for running in self._running if not running.is_ready]:
             for running in waiting:
                 self._look_at(running)
-            late = next((running.server for running in waiting if not running.is_ready), None)
-            if late is not None and time.monotonic() > deadline:
-                raise late.too_late(timeout)
-            if late is not None:
+            late = [running.server for running in waiting if running.server and not running.is_ready]
+            if late and time.monotonic() - logs_read > READ_LOGS_EVERY:
+                logs_read = time.monotonic()
+                for server in late:
+                    server.check_ports()
+            if late and time.monotonic() > deadline:
+                raise late[0].too_late(timeout)
+            if late:
                 time.sleep(process.POLL)
 
     def _look_at(self, running: _Running) -> None:

@@ -1,11 +1,13 @@
 """Ports for our servers, picked so that nobody else takes them before the server does.
 
-Two locks hold a port. A bound TCP socket keeps the operating system from giving the port away; it is let go
-right before the server is started. An abstract Unix socket named after the port keeps other tunes off for as
-long as we use it; it needs no file, no permission, and vanishes with us. vLLM opens its port with
-SO_REUSEPORT, so two of its servers on one port would not fail but share the requests: the locks prevent that.
+They are picked below those that the kernel gives to sockets which ask for none. Two locks hold a port. A bound
+TCP socket keeps the operating system from giving the port away; it is let go right before the server is started.
+An abstract Unix socket named after the port keeps other tunes off for as long as we use it; it needs no file, no
+permission, and vanishes with us. vLLM opens its port with SO_REUSEPORT, so two of its servers on one port would
+not fail but share the requests: the locks prevent that.
 """
 
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -14,7 +16,9 @@ from pathlib import Path
 
 from tuner.errors import HostError
 
-TRIES = 20
+TRIES = 50
+LOWEST, LEAST_CHOICE = 20_000, 1000
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LISTEN = "0A"  # the state in /proc/net/tcp
 
 
@@ -39,7 +43,7 @@ def reserved(host: str, port: int | None = None) -> Iterator[Reservation]:
     """
     with ExitStack() as stack:
         for _ in range(1 if port else TRIES):
-            holder = _bind(host, port or 0)
+            holder = _bind(host, port or _candidate())
             if holder is None:
                 continue
             stack.enter_context(closing(holder))
@@ -73,6 +77,27 @@ def reserve_in_a_row(stack: ExitStack, host: str, n: int) -> list[Reservation]:
             stack.push(attempt.pop_all())
             return found
     raise HostError(f"no {n} free ports in a row on {host}")
+
+
+def _candidate() -> int:
+    """Return a port that the kernel gives to nobody who does not ask for it; 0, for the kernel to choose, if none is.
+
+    A server opens its ports up to ten seconds after it started, and by then other sockets, its own among them,
+    may have been given a port from the range for such sockets.
+    """
+    low, high = _ephemeral()
+    if low - LOWEST >= LEAST_CHOICE:
+        return random.randrange(LOWEST, low)  # noqa: S311 (no secret)
+    return random.randrange(high + 1, 65536) if 65535 - high >= LEAST_CHOICE else 0  # noqa: S311
+
+
+def _ephemeral() -> tuple[int, int]:
+    """Return the range from which the kernel gives ports to sockets that do not ask for one."""
+    try:
+        low, high = EPHEMERAL.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):  # not Linux
+        return 0, 65535
+    return int(low), int(high)
 
 
 def is_free(host: str, port: int) -> bool:

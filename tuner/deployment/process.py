@@ -94,6 +94,16 @@ class Server:
             )
         return True
 
+    def check_ports(self) -> None:
+        """Raise StartError when it says that a port of its own is taken.
+
+        VLLM ends when its HTTP port is taken, but goes on without a word to its clients when NIXL's side channel is
+        (0.26: the engine waits for a listener that has died).
+        """
+        why = failures.diagnose(failures.read_tail(self.log), None)
+        if why.kind is FailureKind.PORT:
+            raise StartError(why.kind, self._say(why.message), hint=why.hint, log=why.log)
+
     def too_late(self, timeout: float) -> StartError:
         """Return the error of a program that was not ready in time."""
         lines = [failures.read_line(line) for line in failures.read_tail(self.log).splitlines()]
