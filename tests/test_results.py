@@ -179,3 +179,14 @@ def test_durations_on_disk_are_milliseconds() -> None:
 
     assert '"ttft_p50_ms.long": 471.0' in text
     assert '"itl_p99_ms": 402.0' in text
+
+
+def test_of_kv_transfer_only_what_can_differ_is_told() -> None:
+    """Connector and role go without saying, once the topology is said; the device is told once for both."""
+    transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+    roles = {
+        role: {"kv_transfer_config": transfer | {"kv_role": role.kv_role}} for role in Topology.parse("1p1d").roles
+    }
+    settled = ServingConfig("m", {"max_num_seqs": 8}, topology=Topology.parse("1p1d"), role_args=roles)
+
+    assert results.flat(settled) == {"topology": "1p1d", "max_num_seqs": 8, "kv_buffer_device": "cpu"}

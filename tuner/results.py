@@ -18,6 +18,9 @@ from tuner.slo import Slo
 NOISE = 0.02
 """Two measurements of one configuration differ by about this much; see README, "How sure is it?"."""
 
+KV_TRANSFER = "kv_transfer_config"
+UNTOLD = (("kv_connector", "NixlConnector"), *(("kv_role", role.kv_role) for role in Role))
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -200,11 +203,16 @@ def differences(config: ServingConfig, default: TrialResult | None) -> dict[str,
 
 
 def flat(config: ServingConfig) -> dict[str, Json]:
-    """Return topology, arguments and environment of a configuration under one flat set of names."""
+    """Return topology, arguments and environment of a configuration under one flat set of names.
+
+    Of how KV cache moves only what can differ is told, once for both roles (`kv_buffer_device`).
+    """
     names: dict[str, Json] = {"topology": str(config.topology), **config.args}
     for role, args in config.role_args.items():
         prefix = "" if role is Role.ANY else f"{role}."
-        names |= {f"{prefix}{name}": value for name, value in args.items()}
+        names |= {f"{prefix}{name}": value for name, value in args.items() if name != KV_TRANSFER}
+        if isinstance(transfer := args.get(KV_TRANSFER), dict):
+            names |= {name: value for name, value in transfer.items() if (name, value) not in UNTOLD}
     return names | {f"env.{name}": value for name, value in config.env.items()}
 
 

@@ -244,8 +244,9 @@ def identity(config: ServingConfig, host: Mapping[str, Json]) -> str:
 
 
 def effective(config: ServingConfig, host: Mapping[str, Json]) -> dict[str, Json]:
-    """Return what the servers run with, as far as it is known; where roles differ, under the role's prefix."""
-    shared, own = _parted({role: dict(host) | config.for_role(role) for role in config.topology.roles})
+    """Return what the engines run with, as far as it is known; where roles differ, under the role's prefix."""
+    known = {role: dict(host) | config.for_role(role) for role in config.topology.roles}
+    shared, own = _parted({role: {n: v for n, v in args.items() if n != groups.KV} for role, args in known.items()})
     return shared | {f"{role}.{name}": value for role, args in own.items() for name, value in args.items()}
 
 
