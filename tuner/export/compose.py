@@ -7,6 +7,7 @@ from tuner.export.files import commented, shared_env, text
 from tuner.export.group import (
     CACHE,
     CONFIG_FOLDER,
+    FRONT_KEY,
     FRONT_PORT,
     ROUTER_IMAGE,
     ROUTER_NOTE,
@@ -28,6 +29,7 @@ ABOUT = (
     "at port 8000 of the loopback interface; HOST and PORT change that. Secrets (HF_TOKEN, VLLM_API_KEY) come from",
     "your shell.",
     *ROUTER_NOTE,
+    f"Before prefillers and decoders it sends them {FRONT_KEY}: with VLLM_API_KEY export it too, with the same key.",
 )
 HEALTH = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{FRONT_PORT}/health', timeout=5)"
 
@@ -47,6 +49,8 @@ def compose_yaml(config: ServingConfig, comments: Sequence[str], vllm_version: s
         "healthcheck": _healthcheck(start_period="60s"),
         "restart": "unless-stopped",
     }
+    if config.topology.is_pd:
+        services["front"]["environment"] = {FRONT_KEY: None}
     return commented([*comments, *ABOUT], {"services": services, "volumes": {"huggingface": {}}})
 
 

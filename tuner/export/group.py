@@ -17,6 +17,7 @@ ROUTER_NOTE = (
     f"The front is {ROUTER_PACKAGE} from PyPI, the version that tune is tested with; the image vllm/vllm-router",
     "has a command line of its own, which was not tried.",
 )
+FRONT_KEY = "OPENAI_API_KEY"  # what vllm-router sends to prefillers and decoders, in place of the client's key
 SECRET_VARIABLES = tuple(sorted(SECRET_ARGUMENTS.values()))
 CACHE, CONFIG_FOLDER = "/root/.cache/huggingface", "/etc/vllm"
 

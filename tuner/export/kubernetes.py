@@ -10,6 +10,7 @@ from tuner.export.files import commented, shared_env, stem, text
 from tuner.export.group import (
     CACHE,
     CONFIG_FOLDER,
+    FRONT_KEY,
     FRONT_PORT,
     PROMETHEUS_PORT,
     ROUTER_IMAGE,
@@ -145,8 +146,8 @@ def _field(path: str) -> dict[str, Any]:
     return {"fieldRef": {"fieldPath": path}}
 
 
-def _secret(base: str, variable: str) -> dict[str, Any]:
-    reference = {"name": f"{base}-secrets", "key": variable, "optional": True}
+def _secret(base: str, variable: str, key: str | None = None) -> dict[str, Any]:
+    reference = {"name": f"{base}-secrets", "key": key or variable, "optional": True}
     return {"name": variable, "valueFrom": {"secretKeyRef": reference}}
 
 
@@ -199,7 +200,10 @@ def _front(config: ServingConfig, base: str) -> dict[str, Any]:
         "image": ROUTER_IMAGE,
         "command": ["sh", "-c", text(install)],
         "args": [text(word) for word in argv],
-        "env": [{"name": "NAMESPACE", "valueFrom": _field("metadata.namespace")}],
+        "env": [
+            {"name": "NAMESPACE", "valueFrom": _field("metadata.namespace")},
+            *([_secret(base, FRONT_KEY, "VLLM_API_KEY")] if config.topology.is_pd else []),
+        ],
         "ports": [
             {"name": "http", "containerPort": FRONT_PORT},
             {"name": "metrics", "containerPort": PROMETHEUS_PORT},
