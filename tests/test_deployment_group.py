@@ -1,9 +1,12 @@
 """Groups start side by side, each server with what is its own, and end whole."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -14,7 +17,7 @@ from deployment_data import COMMAND, executable, is_alive, launcher, little_grou
 from test_deployment_gpu import NVIDIA_SMI
 
 from tuner.deployment import launcher as launching
-from tuner.deployment import ports
+from tuner.deployment import ports, process
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
 from tuner.serving import Front, Role
 
@@ -113,6 +116,34 @@ def test_a_group_that_comes_up_partly_is_ended_whole(tmp_path: Path, behaviour: 
     assert time.monotonic() - began < 15
     assert len(markers(record)) == 2
     assert not any(marked(marker) for marker in markers(record))
+
+
+def test_a_server_that_dies_while_another_starts_is_named(tmp_path: Path) -> None:
+    """Ready is not for good: the one that died is the cause, not the one that was waited for."""
+    config = little_group("1p1d", {Role.PREFILLER: {"behave": "serve_and_die"}, Role.DECODER: {"behave": "hang"}})
+    with pytest.raises(StartError, match="prefiller 0: .*out of memory") as caught:
+        with launcher(start_timeout=60).launch(config, tmp_path):
+            pass
+
+    assert caught.value.kind is FailureKind.OOM
+
+
+def test_health_that_trickles_is_no_health(tmp_path: Path) -> None:
+    """A byte a second, each in time for itself: the look has a deadline as a whole."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            there, _ = server.accept()
+            with there, contextlib.suppress(OSError):
+                for byte in b"HTTP/1.1 200 OK\r\n\r\n":
+                    there.sendall(bytes([byte]))
+                    time.sleep(0.5)
+
+        threading.Thread(target=drip, daemon=True).start()
+        began = time.monotonic()
+        assert not process._is_healthy("127.0.0.1", server.getsockname()[1])
+
+    assert time.monotonic() - began < 4
 
 
 def test_a_front_that_does_not_come_up_ends_the_group(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_an_argument_that_appears_late_is_added_to_earlier_trials(runs: Path) ->
 
 
 def test_a_pd_group_logs_each_roles_arguments() -> None:
-    """Prefiller and decoder have their names in front, the ratio is a param."""
+    """What both are given alike has vLLM's name, what one is given the role in front; the ratio is a param."""
     pd = ServingConfig(
         "m", {"max_num_seqs": 8}, {}, Topology.parse("2p1d"), {Role.PREFILLER: {"max_num_batched_tokens": 8192}}
     )
@@ -178,9 +178,8 @@ def test_a_pd_group_logs_each_roles_arguments() -> None:
     assert pages.params(dataclasses.replace(trial(0), config=pd)) == {
         "topology": "2p1d",
         "pd_ratio": "2:1",
-        "prefiller.max_num_seqs": "8",
+        "max_num_seqs": "8",
         "prefiller.max_num_batched_tokens": "8192",
-        "decoder.max_num_seqs": "8",
     }
 
 
@@ -213,7 +212,7 @@ def test_topologies_are_told_apart_by_params_that_every_run_has(runs: Path) -> N
         ("2p2d", "pd", "2:2", "4", "not given", "8192", "not given"),
     ]
     assert [run.info.run_name for run in children] == [
-        "t00 default", "t01 b512", "t02 1p3d p.b16384 d.s64", "t03 2p2d p.b8192", "t04 3p1d b65536",
+        "t00 default", "t01 4x b512", "t02 1p3d p.b16384 d.s64", "t03 2p2d p.b8192", "t04 3p1d b65536",
         "t05 1p3d p.b4096 d.s32",
     ]  # fmt: skip
     assert children[2].data.metrics["kv_transfer_time_mean_ms"] == pytest.approx(12.0)
@@ -252,9 +251,9 @@ def test_the_note_tells_whether_pd_pays(runs: Path) -> None:
     first = note.index("Best of each topology at 4 GPUs:")
 
     assert sum(line.startswith("- PD pays here at 4 GPUs, 1p3d") for line in note) == 1
-    assert note[first + 2].startswith("| topology | trial | TTFT p50 long | ITL p99 | SLO | KV transfer |")
-    assert note[first + 3] == "|---|---|---|---|---|---|---|"
-    assert note[first + 4].startswith("| 4x | 1 | 470 ms | 74.0 ms |")
+    assert note[first + 2].startswith("| topology | trials | best | TTFT p50 long | ITL p99 | SLO | KV transfer |")
+    assert note[first + 3] == "|---|---|---|---|---|---|---|---|"
+    assert note[first + 4].startswith("| 4x | 2 | trial 1 | 470 ms | 74.0 ms |")
     assert note[first + 8] == ""
 
 
@@ -555,7 +554,7 @@ def test_the_saved_view_shows_the_topology_once() -> None:
     state = json.loads(zlib.decompress(base64.b64decode(value["state"].partition(";")[2])))
 
     assert state["compareRunCharts"][1]["selectedParams"] == [
-        "topology", "decoder.max_num_seqs", "prefiller.max_num_batched_tokens",
+        "topology", "max_num_batched_tokens", "decoder.max_num_seqs", "prefiller.max_num_batched_tokens",
     ]  # fmt: skip
 
 

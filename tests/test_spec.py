@@ -266,3 +266,19 @@ def test_policies_that_meet_one_replica_are_refused() -> None:
         spec.parse(body.format("2x"), "s.yaml")
 
     assert spec.parse(body.format("1p1d"), "s.yaml").router.policy == "consistent_hash"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("gpus: [1, 1]", "GPU 1 stands here twice"),
+        ("engine_args: {tensor_parallel_size: 0}", "0 is no number of GPUs"),
+        ("engine_args: {tensor_parallel_size: '2'}", "'2' is no number of GPUs"),
+        ("env: {VLLM_NIXL_SIDE_CHANNEL_PORT: '5700'}", "is set by tune"),
+        ("kv_transfer_config: {kv_connector: LMCacheConnectorV1}", "only NixlConnector is taken"),
+    ],
+)
+def test_what_would_put_servers_on_each_other_is_refused(line: str, words: str) -> None:
+    """One GPU for two servers, sizes that are none, a side channel for all, a connector that proves nothing."""
+    with pytest.raises(SpecError, match=words):
+        spec.parse(f"name: x\nmodel: m\nworkload: w\ntopologies: [1p1d]\n{line}\n", "s.yaml")

@@ -239,3 +239,25 @@ def test_a_result_on_disk_is_told_not_measured_again(tmp_path: Path) -> None:
     open_study(tmp_path / "r", Model()).run()
 
     assert store.open_study(run.storage, study.spec).trials[trial.number].state == optuna.trial.TrialState.COMPLETE
+
+
+def test_each_topology_gets_a_first_trial(tmp_path: Path) -> None:
+    """After the default each other topology is measured as it is, so that none is judged by unlucky arguments."""
+    text = TEXT + "topologies: [4x, 1p3d, 2p2d]\n"
+    study = open_study(tmp_path / "r", Model(), text)
+    results = study.run()
+
+    assert [str(r.config.topology) for r in results[:3]] == ["4x", "1p3d", "2p2d"]
+    assert [r.config.args.get("max_num_batched_tokens", 2048) for r in results[:3]] == [2048] * 3
+    assert sum("first_of" in t.user_attrs for t in study.optuna.trials) == 2
+    open_study(tmp_path / "r", Model(), text).run()
+    assert sum("first_of" in t.user_attrs for t in study.optuna.trials) == 2, "asked for once, also when resumed"
+
+
+def test_a_budget_too_small_for_all_topologies_is_left_to_the_sampler(tmp_path: Path) -> None:
+    """Three trials for three topologies: nothing would be searched."""
+    text = TEXT.replace("trials: 8", "trials: 3") + "topologies: [4x, 1p3d, 2p2d]\n"
+    study = open_study(tmp_path / "r", Model(), text)
+    study.run()
+
+    assert not any("first_of" in t.user_attrs for t in study.optuna.trials)

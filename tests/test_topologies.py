@@ -37,7 +37,8 @@ def said(*results: TrialResult, spec: Any = NO_SLO) -> str:
 def test_pd_that_is_better_pays() -> None:
     """ITL falls, TTFT stays: both numbers of both sides, the tail that was removed, what transfer costs."""
     assert said(replicas(0.400, 0.100), pd(0.404, 0.040)) == (
-        "PD pays here at 4 GPUs, 1p3d (trial 1) against 4x (trial 0): ITL p99 -60 % (40.0 ms against 100 ms), "
+        "PD pays here at 4 GPUs, 1p3d (trial 1, its only one) against 4x "
+        "(trial 0, its only one): ITL p99 -60 % (40.0 ms against 100 ms), "
         "TTFT p50 long +1 % (404 ms against 400 ms); why: ITL p99 is 60.0 ms shorter where no prefill runs beside "
         "decoding, KV transfer costs 12.0 ms a request, which TTFT p50 long does not show."
     )
@@ -46,7 +47,8 @@ def test_pd_that_is_better_pays() -> None:
 def test_pd_that_is_worse_does_not_pay() -> None:
     """TTFT rises by 200 ms, 150 ms of them transfer, and ITL gains nothing."""
     assert said(replicas(0.400, 0.060), pd(0.600, 0.0605, moved=0.150)) == (
-        "PD does not pay here at 4 GPUs, 1p3d (trial 1) against 4x (trial 0): ITL p99 +1 % (60.5 ms against 60.0 ms), "
+        "PD does not pay here at 4 GPUs, 1p3d (trial 1, its only one) against 4x "
+        "(trial 0, its only one): ITL p99 +1 % (60.5 ms against 60.0 ms), "
         "TTFT p50 long +50 % (600 ms against 400 ms); why: ITL p99 shows no interference that PD removed, KV transfer "
         "costs 150 ms a request, 75 % of the 200 ms that TTFT p50 long rises by (1 of 4 servers prefill)."
     )
@@ -55,7 +57,8 @@ def test_pd_that_is_worse_does_not_pay() -> None:
 def test_a_trade_names_what_is_won_and_what_is_lost() -> None:
     """Neither side wins both objectives."""
     assert said(replicas(0.400, 0.100), pd(0.500, 0.050)).startswith(
-        "PD is a trade here at 4 GPUs (better ITL p99, worse TTFT p50 long), 1p3d (trial 1) against 4x (trial 0): "
+        "PD is a trade here at 4 GPUs (better ITL p99, worse TTFT p50 long), 1p3d (trial 1, its only one) against "
+        "4x (trial 0, its only one): "
     )
     assert "(better TTFT p50 long, worse ITL p99)" in said(replicas(0.500, 0.050), pd(0.400, 0.100))
 
@@ -116,7 +119,9 @@ def test_fronts_that_bend_elsewhere_are_no_trade() -> None:
 
     assert match([knee], [only], KEYS) == (knee, only)
     assert match([knee, dominating], [only], KEYS) == (dominating, only)
-    assert said(only, knee, dominating).startswith("PD pays here at 4 GPUs, 1p3d (trial 2) against 4x (trial 0)")
+    assert said(only, knee, dominating).startswith(
+        "PD pays here at 4 GPUs, 1p3d (trial 2, best of 2) against 4x (trial 0, "
+    )
 
 
 def test_the_same_holds_for_the_replicas() -> None:
@@ -124,7 +129,7 @@ def test_the_same_holds_for_the_replicas() -> None:
     only, knee, dominating = pd(0.500, 0.060), replicas(0.600, 0.020), replicas(0.450, 0.055, number=2)
 
     assert said(only, knee, dominating).startswith(
-        "PD does not pay here at 4 GPUs, 1p3d (trial 1) against 4x (trial 2)"
+        "PD does not pay here at 4 GPUs, 1p3d (trial 1, its only one) against 4x (trial 2, best of 2)"
     )
 
 
@@ -167,7 +172,9 @@ def test_a_study_without_pd_asks_no_such_question() -> None:
 
     assert pays(spec, [replicas()]) == []
     assert table is not None
-    assert table.columns == ("topology", "GPUs", "trial", "TTFT p50 long", "ITL p99", "differs from the default by")
+    assert table.columns == (
+        "topology", "GPUs", "trials", "best", "TTFT p50 long", "ITL p99", "differs from the default by",
+    )  # fmt: skip
     assert compared(study(slo=()), [trial(0)]) is None
     assert compared(NO_SLO, []) is None
 
@@ -225,7 +232,7 @@ def test_a_later_second_token_is_part_of_the_reason() -> None:
     """Some connectors move the cache after the first token, where TTFT cannot show it."""
     text = said(replicas(metrics={"itl_first_gap_mean": 0.020}), pd(metrics={"itl_first_gap_mean": 0.050}))
 
-    assert text.endswith("the second token follows the first 30.0 ms later (second token gap mean).")
+    assert text.endswith("the second token follows the first 30.0 ms later than with 4x (second token gap mean).")
     assert "second token" not in said(
         replicas(metrics={"itl_first_gap_mean": 0.02}), pd(metrics={"itl_first_gap_mean": 0.02})
     )
@@ -262,12 +269,12 @@ def test_the_best_of_each_topology() -> None:
     assert table is not None
     assert table.heading == "Best of each topology at 4 GPUs:"
     assert table.rows == (
-        ("4x", "1", "470 ms", "74.0 ms", "itl_p99 missed by 23 %", "", "max_num_batched_tokens 512"),
-        ("2p2d", "3", "395 ms", "66.0 ms", "itl_p99 missed by 10 %", "12.0 ms",
+        ("4x", "2", "trial 1", "470 ms", "74.0 ms", "itl_p99 missed by 23 %", "", "max_num_batched_tokens 512"),
+        ("2p2d", "1", "trial 3", "395 ms", "66.0 ms", "itl_p99 missed by 10 %", "12.0 ms",
          "prefiller.max_num_batched_tokens 8192"),
-        ("1p3d", "5", "560 ms", "38.0 ms", "met", "12.0 ms",
+        ("1p3d", "2", "trial 5", "560 ms", "38.0 ms", "met", "12.0 ms",
          "prefiller.max_num_batched_tokens 4096, decoder.max_num_seqs 32"),
-        ("3p1d", "-", "", "", "", "", "failed: 1 no_transfer"),
+        ("3p1d", "0", "-", "", "", "", "", "failed: 1 no_transfer"),
     )  # fmt: skip
 
 
@@ -291,7 +298,9 @@ def test_columns_stand_under_each_other() -> None:
     heading, names, *rows = table.lines()
 
     assert heading == "Best of each topology at 4 GPUs:"
-    assert {row.index(trial) for row, trial in zip(rows, "135-", strict=True)} >= {names.index("trial")}
+    assert {row.index(trial) for row, trial in zip(rows, ["trial 1", "trial 3", "trial 5", "-"], strict=True)} >= {
+        names.index("best")
+    }
     assert not any(line.endswith(" ") for line in rows)
 
 
@@ -300,7 +309,9 @@ def test_the_verdict_has_the_sentence_second_and_the_table_last() -> None:
     lines = verdict(GROUPS, groups()).splitlines()
 
     assert lines[0].startswith("SLO met by 2 of 6 trials. Best: trial 5 (topology 1p3d, prefiller.max_num_batched")
-    assert lines[1].startswith("PD pays here at 4 GPUs, 1p3d (trial 5) against 4x (trial 1): 1p3d meets the SLO")
+    assert lines[1].startswith(
+        "PD pays here at 4 GPUs, 1p3d (trial 5, best of 3) against 4x (trial 1, best of 2): 1p3d meets the SLO"
+    )
     assert lines[3] == "Best of each topology at 4 GPUs:"
     assert len(lines) == 9
 

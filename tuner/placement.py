@@ -94,7 +94,7 @@ def _share(spec: StudySpec, role: Role) -> float | None:
             case IntRange() | FloatRange() as dimension:
                 return float(dimension.high)
             case Choice() as dimension:
-                return max(float(value) for value in dimension.values)
+                return max((float(v) for v in dimension.values if isinstance(v, int | float)), default=None)
         if isinstance(value := spec.engine_args.get(name), int | float):
             return float(value)
     return None

@@ -106,14 +106,17 @@ def check(
     _refuse_partial_prefills(spec, source)
     _refuse_empty_classes(spec, workload)
     seen = gpu.list_gpus()
-    if spec.gpus is not None and not seen:
-        raise HostError(f"the study asks for GPUs {list(spec.gpus)}, but this host has none (no nvidia-smi)",
-                        hint="take a study for CPUs: tune run cpu-quickstart")  # fmt: skip
     served, auto = _resolved(spec, seen)
     asked = _asked(served, source, baseline)
-    found, missing = _look(served, [argv for _, argv in asked], may_lack=may_lack_vllm)
+    if (lacking := _lack_of_gpus(spec, seen)) is None:
+        found, missing = _look(served, [argv for _, argv in asked], may_lack=may_lack_vllm)
+    elif may_lack_vllm:
+        found, missing = None, [f"vLLM was not asked: {lacking.message}"]
+    else:
+        raise lacking
     if found is not None and found.platform == "cpu":
         _refuse_gpus(spec)
+        _refuse_devices(spec, source)
         seen = ()
         served, auto = _resolved(spec, seen)
     default = space.default_config(served)
@@ -128,7 +131,7 @@ def check(
     if (model_len := _model_len(spec, host)) is not None:
         workloads.check_fits(workload, model_len)
     gpus = placement.choose(served, source, seen)
-    notes = [*notes, *missing, *auto, *placement.notes(served, gpus)]
+    notes = [*notes, *missing, *auto, *(placement.notes(served, gpus) if lacking is None else ())]
     vocabulary = vocab_size if isinstance(vocab_size, int) else vocabulary_of(served.model) or LEAST_VOCABULARY
     return Plan(served, source, workload, default, base, host, found, gpus, vocabulary, tuple(notes))
 
@@ -154,6 +157,26 @@ def _look(spec: StudySpec, argvs: list[list[str]], *, may_lack: bool) -> tuple[p
         if not may_lack:
             raise
         return None, [*missing, f"vLLM was not asked: {error.message}"]
+
+
+def _lack_of_gpus(spec: StudySpec, seen: Sequence[gpu.Gpu]) -> HostError | None:
+    """Return what is wrong when a study names GPUs and there are none."""
+    if spec.gpus is None or seen:
+        return None
+    other = "pd-cpu" if any(topology.is_pd for topology in spec.topologies) else QUICKSTART
+    return HostError(f"the study asks for GPUs {list(spec.gpus)}, but this host has none (no nvidia-smi)",
+                     hint=f"take a study for CPUs: tune run {other}; --dry-run shows this one anyway")  # fmt: skip
+
+
+def _refuse_devices(spec: StudySpec, source: Path) -> None:
+    """A build for CPUs moves KV cache through the host's memory only, and says so after half a minute."""
+    devices = (spec.kv_transfer_config or {}).get(groups.DEVICE, "cpu")
+    for device in devices if isinstance(devices, list) else [devices]:
+        if device != "cpu":
+            where = specs.where(source, f"{groups.KV}.{groups.DEVICE}")
+            raise SpecError(
+                f"{where}: {groups.KV}.{groups.DEVICE}: {device}: this vLLM is a build for CPUs", hint="take cpu"
+            )
 
 
 def _refuse_gpus(spec: StudySpec) -> None:

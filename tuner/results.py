@@ -202,6 +202,13 @@ def differences(config: ServingConfig, default: TrialResult | None) -> dict[str,
     return changed | dict.fromkeys(sorted(set(other) - set(own)))
 
 
+def told_apart(config: ServingConfig, default: TrialResult | None) -> dict[str, Json]:
+    """Return the differences as a reader wants them: of a group the topology too, where it is the default's."""
+    changed = differences(config, default)
+    always: dict[str, Json] = {"topology": str(config.topology)} if config.topology.is_group else {}
+    return always | changed
+
+
 def flat(config: ServingConfig) -> dict[str, Json]:
     """Return topology, arguments and environment of a configuration under one flat set of names.
 

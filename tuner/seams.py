@@ -41,12 +41,10 @@ class Tally:
     Attributes:
         member: whose.
         grown: by how much each counter grew; `name{source="x"}` where it has a label `source`.
-        block_size: tokens in a block of its KV cache, None when it does not say.
     """
 
     member: Member
     grown: Mapping[str, float]
-    block_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

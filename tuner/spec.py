@@ -39,6 +39,7 @@ SECRET = re.compile(r"(^|_)(TOKENS?|AUTH|API_?KEYS?|KEYS?|SECRETS?|PASSWORD|PASS
 WITH_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
 RESERVED_NAMES = ("mlflow.db", "artifacts")
 TINY_MODEL = "tune/tiny-qwen2"
+OWN_ENV = ("TUNE_DEPLOYMENT", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 OWN_ARGS = ("host", "port", "config", "model", "model_tag", "uds")
 
 
@@ -114,13 +115,21 @@ def _any_class(text: str) -> list[str]:
 
 def _no_secret(env: dict[str, str]) -> dict[str, str]:
     for name, value in env.items():
-        if not re.fullmatch(r"[A-Za-z_]\w*", name) or name == "TUNE_DEPLOYMENT":
+        if name in OWN_ENV:
+            raise ValueError(f"{name} is set by tune itself")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise ValueError(f"{name!r} is no name for an environment variable")
         if SECRET.search(name) or WITH_PASSWORD.search(value):
             raise ValueError(
                 f"{name} looks like a secret: export it in the shell, it is passed on and never written down"
             )
     return env
+
+
+def _distinct_gpus(gpus: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if twice := [gpu for gpu in gpus or () if gpus and gpus.count(gpu) > 1]:
+        raise ValueError(f"GPU {twice[0]} stands here twice; share_devices: true puts servers on the same one")
+    return gpus
 
 
 def _argument_names(args: dict[str, Any]) -> dict[str, Any]:
@@ -139,6 +148,9 @@ def _argument_names(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _engine_args(args: dict[str, Any]) -> dict[str, Json]:
+    for name, value in args.items():
+        if groups.split(name)[1] in PARALLEL_SIZES and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}: {value!r} is no number of GPUs: write a whole number from 1 on, without quotes")
     return {name: _json(value) for name, value in _argument_names(args).items()}
 
 
@@ -184,7 +196,7 @@ class StudySpec(Part):
     objectives: Objectives | None = None
     budget: Budget = Budget(trials=20)
     repeats: int = Field(default=1, ge=1, le=20)
-    gpus: tuple[int, ...] | None = None
+    gpus: Annotated[tuple[int, ...] | None, AfterValidator(_distinct_gpus)] = None
     seed: int = Field(default=0, ge=0)
     sampler: Literal["tpe", "random"] = "tpe"
 

@@ -121,6 +121,10 @@ def kv_transfer(config: Mapping[str, Json]) -> dict[str, Json]:
     for name in ("kv_role", "engine_id"):
         if name in config:
             raise ValueError(f"{name} is set by tune itself, for each server its own")
+    if (connector := config.get("kv_connector", CONNECTOR["kv_connector"])) != CONNECTOR["kv_connector"]:
+        raise ValueError(
+            f"kv_connector: {connector}: only {CONNECTOR['kv_connector']} is taken, whose transfers can be proven"
+        )
     devices = config.get(DEVICE, "cpu")
     choices = devices if isinstance(devices, list) else [devices]
     if not choices or not all(isinstance(d, str) for d in choices) or len(set(map(str, choices))) != len(choices):

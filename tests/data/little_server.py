@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -93,8 +94,16 @@ def side_channel_taken_at_first() -> None:
     serve()
 
 
+def serve_and_die() -> None:
+    """Be ready, and run out of memory while others still start."""
+    threading.Timer(
+        1.0, lambda: (print("torch.OutOfMemoryError: CUDA out of memory.", flush=True), os._exit(1))
+    ).start()
+    serve()
+
+
 BEHAVIOURS = {f.__name__: f for f in (serve, crash, hang, deaf, escape, port_taken_at_first, port_taken,
-              side_channel_taken_at_first)}  # fmt: skip
+              side_channel_taken_at_first, serve_and_die)}  # fmt: skip
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

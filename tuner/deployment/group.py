@@ -119,7 +119,7 @@ class Group:
         deadline = time.monotonic() + timeout
         logs_read = time.monotonic()
         while waiting := [running for running in self._running if not running.is_ready]:
-            for running in waiting:
+            for running in self._running:  # those that were ready too: one may push another out
                 self._look_at(running)
             late = [running.server for running in waiting if running.server and not running.is_ready]
             if late and time.monotonic() - logs_read > READ_LOGS_EVERY:
@@ -133,6 +133,9 @@ class Group:
 
     def _look_at(self, running: _Running) -> None:
         assert running.server is not None  # noqa: S101 (start has returned)
+        running.server.check_start()
+        if running.is_ready:
+            return
         family = running.stopping.family
         # A container is not among our processes: who listens cannot be told.
         if running.server.is_ready(family, is_ours=not running.stopping.stop_command):

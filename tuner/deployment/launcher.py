@@ -213,7 +213,8 @@ class LocalLauncher:
         settings = process.settings(config.env, cache=self.cache_directory, gpus=[one.index for one in seat.gpus])
         if seat.side_channel:
             settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(seat.side_channel[0].port)
-            settings.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", self.host)
+            if "VLLM_NIXL_SIDE_CHANNEL_HOST" not in os.environ:
+                settings.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", self.host)
             if self.plugin is not None:
                 inherited = settings.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
                 settings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.plugin), inherited]))
@@ -253,7 +254,8 @@ def _memory_allows(config: ServingConfig) -> bool:
     if not config.topology.is_group:
         return True
     each = SERVER_MEMORY
-    if (space := config.env.get("VLLM_CPU_KVCACHE_SPACE", os.environ.get("VLLM_CPU_KVCACHE_SPACE"))) is not None:
+    space = config.env.get("VLLM_CPU_KVCACHE_SPACE", os.environ.get("VLLM_CPU_KVCACHE_SPACE", ""))
+    if space.isdecimal():  # else vLLM takes its own default, or refuses it
         # A server on a CPU keeps KV cache and weights where the others keep theirs.
-        each += int(float(space) * GIB) + host.size_of_weights(config.model)
+        each += int(space) * GIB + host.size_of_weights(config.model)
     return each * config.topology.n_servers < host.memory()[0]

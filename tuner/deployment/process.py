@@ -4,12 +4,11 @@ What is started is in the hands of a `Stopping` and of the guardian before there
 order programs start is for launcher.py to say.
 """
 
-import http.client
 import os
 import shlex
+import socket
 import subprocess
-import urllib.error
-import urllib.request
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,6 @@ HEALTH_TIMEOUT = 2.0
 ALONE, FRONT = "the server", "the front"
 
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-
-# Health is asked of this host; a proxy that the environment names has no business in between.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +70,20 @@ class Server:
         how = failures.describe_exit(code)
         raise ServerDied(why.kind, f"{self.name} ended while in use ({how}): {why.message}", hint=why.hint, log=why.log)
 
-    def is_ready(self, family: Family, *, is_ours: bool = True) -> bool:
-        """Whether it answers; `is_ours` asks for proof that it is this program which does.
-
-        Raises:
-            StartError: it has ended, or somebody else answers on its port.
-        """
+    def check_start(self) -> None:
+        """Raise StartError when it has ended."""
         code = exit_code(self.pid)
         if code is not None:
             why = failures.diagnose(failures.read_tail(self.log), code)
             raise StartError(why.kind, self._say(why.message), hint=why.hint, log=why.log)
-        if not _is_healthy(self.url):
+
+    def is_ready(self, family: Family, *, is_ours: bool = True) -> bool:
+        """Whether it answers; `is_ours` asks for proof that it is this program which does.
+
+        Raises:
+            StartError: somebody else answers on its port.
+        """
+        if not _is_healthy(self.host, self.port):
             return False
         if is_ours and not _listens(family, self.port):
             raise StartError(
@@ -181,12 +180,21 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.
         raise HostError(f"{argv[0]}: {error.strerror or error}") from error
 
 
-def _is_healthy(url: str) -> bool:
+def _is_healthy(host: str, port: int) -> bool:
+    """Whether GET /health is answered 200, all of it within HEALTH_TIMEOUT; no proxy has a business in between."""
+    until = time.monotonic() + HEALTH_TIMEOUT
+    said = b""
     try:
-        with _DIRECT.open(f"{url}/health", timeout=HEALTH_TIMEOUT) as response:
-            return bool(response.status == 200)
-    except (OSError, http.client.HTTPException):  # refused, timed out, 503, no HTTP
+        with socket.create_connection((_reachable(host), port), HEALTH_TIMEOUT) as there:
+            there.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            while b"\r\n" not in said and (left := until - time.monotonic()) > 0:
+                there.settimeout(left)
+                if not (part := there.recv(4096)):
+                    break
+                said += part
+    except OSError:  # refused, timed out, reset
         return False
+    return said.startswith(b"HTTP/") and said.split()[1:2] == [b"200"]
 
 
 def _listens(family: Family, port: int) -> bool:
@@ -207,5 +215,9 @@ def _connections(process: psutil.Process) -> list[Any]:
 
 def url_of(host: str, port: int) -> str:
     """Return where a program that listens on `host` is reached from here."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (recognised, not bound)
+    host = _reachable(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (recognised, not bound)

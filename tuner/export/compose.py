@@ -29,7 +29,8 @@ ABOUT = (
     "at port 8000 of the loopback interface; HOST and PORT change that. Secrets (HF_TOKEN, VLLM_API_KEY) come from",
     "your shell.",
     *ROUTER_NOTE,
-    f"Before prefillers and decoders it sends them {FRONT_KEY}: with VLLM_API_KEY export it too, with the same key.",
+    f"Before prefillers and decoders it sends them {FRONT_KEY}: with VLLM_API_KEY export it too, with the same key. It",
+    "asks nobody for a key itself: keep it on the loopback interface, or behind something that does.",
 )
 HEALTH = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{FRONT_PORT}/health', timeout=5)"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.errors import HostError
+from tuner.errors import HostError, SpecError
 from tuner.export.compose import compose_yaml
 from tuner.export.files import ENV_HEAD, group_env, provenance, serve_env, serve_yaml, stem
 from tuner.export.kubernetes import kubernetes_yaml
@@ -22,6 +22,10 @@ ALL_FILES = (
     *(f"{stem(role)}.{kind}" for role in Role for kind in ("yaml", "env")),
     START, "compose.yaml", "kubernetes.yaml", "llm-d.values.yaml",
 )  # fmt: skip
+ON_CPU = (
+    "Measured on a CPU, and this file asks for GPUs and an image for them: measure there before you rely on it, and",
+    "take out what was meant for the CPU.",
+)
 OURS = (ENV_HEAD, "# Exported by tune ")
 
 
@@ -87,6 +91,8 @@ def _of_group(
 ) -> dict[str, str]:
     """Return the files of a group that need no program of this host, by name."""
     texts: dict[str, str] = {}
+    if any(name.startswith("VLLM_CPU_") for name in config.env):
+        comments = [*comments, "", *ON_CPU]
     for role, content in yamls.items():
         texts |= {f"{stem(role)}.yaml": content, f"{stem(role)}.env": group_env(config)}
     return texts | {
@@ -98,6 +104,9 @@ def _of_group(
 
 def _put(out: Path, texts: Mapping[str, str], plugin: Path | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
+    for file in (out / name for name in texts):
+        if file.exists() and not (file.is_file() and _is_ours(file)):
+            raise SpecError(f"{file} is there and is no export of tune", hint="give another folder with -o")
     for name in ALL_FILES:
         if name not in texts and (out / name).is_file() and _is_ours(out / name):
             (out / name).unlink()

@@ -33,6 +33,14 @@ r.build_opener(r.ProxyHandler({})).open(sys.argv[1], timeout=5)' "$1" >/dev/null
   fi
 }
 
+taken() {  # PORT: whether anything listens there, whatever it speaks
+  if command -v curl >/dev/null 2>&1; then
+    curl --noproxy '*' --max-time 2 -so /dev/null "http://127.0.0.1:$1/" 2>/dev/null || [ $? -ne 7 ]
+  else
+    python3 -c 'import socket, sys; socket.create_connection(("127.0.0.1", int(sys.argv[1])), 2)' "$1" 2>/dev/null
+  fi
+}
+
 lives() { kill -0 "$1" 2>/dev/null; }
 
 check() {  # ends the script when a server has ended
@@ -46,6 +54,7 @@ stop() {
   trap - EXIT
   trap '' HUP INT TERM
   for process in $front $servers; do kill -s TERM "${process##*:}" 2>/dev/null || :; done
+  say "waiting up to $STOP_TIMEOUT s for all to end"
   left=$STOP_TIMEOUT
   while [ "$left" -gt 0 ]; do
     living=
@@ -61,8 +70,8 @@ stop() {
 launch() {  # NAME PORT and what `serve` needs
   name=$1 port=$2
   shift 2
-  if healthy "http://127.0.0.1:$port/health"; then fail "port $port is taken: set SERVER_PORT"; fi
-  serve "$port" "$@" >"$here/logs/$name.log" 2>&1 &
+  if taken "$port"; then fail "port $port is taken: set SERVER_PORT"; fi
+  serve "$port" "$@" >"$here/logs/$name.log" 2>&1 9>&- &
   servers="$servers $name:$port:$!"
 }
 """
@@ -73,11 +82,18 @@ for server in $servers; do
   port=${server#*:}
   until healthy "http://127.0.0.1:${port%:*}/health"; do
     check
-    [ "$(date +%s)" -lt "$deadline" ] || fail "${server%%:*} is not ready after $START_TIMEOUT s: see $here/logs"
+    [ "$(date +%s)" -lt "$deadline" ] || fail "${server%%:*} is not ready after $START_TIMEOUT s: see $here/logs$maybe"
     sleep 1
   done
 done
 check
+exec 9>&-
+"""
+
+UNGUARDED = r"""case ${VLLM_API_KEY:+$HOST} in
+  '' | 127.* | localhost | ::1) ;;
+  *) say "the front asks nobody for a key: whoever reaches $HOST:$PORT is served" ;;
+esac
 """
 
 GUARDING = r"""
@@ -92,7 +108,7 @@ while lives "${front##*:}"; do
 done
 status=0
 wait "${front##*:}" || status=$?
-fail "the front ended with $status"
+fail "the front ended with $status: see $here/logs/front.log"
 """
 
 
@@ -197,7 +213,15 @@ def _checks(config: ServingConfig, *, gpus: bool) -> str:
             f'  fail "{config.n_gpus} GPUs are needed, and GPUS=$GPUS names fewer"',
             "fi",
         ]
-    lines += ['mkdir -p "$here/logs"']
+    maybe = "; is a port from SIDE_CHANNEL_PORT=$SIDE_CHANNEL_PORT on taken?" if config.topology.is_pd else ""
+    lines += [
+        f'maybe="{maybe}"',
+        "# vLLM servers of two groups could share a port unseen: only one group starts at a time.",
+        'exec 9>"${TMPDIR:-/tmp}/tune-start-$(id -u).lock"',
+        "flock -n 9 || fail 'another group is starting: wait until it is ready'",
+        'if taken "$PORT"; then fail "port $PORT is taken: set PORT"; fi',
+        'mkdir -p "$here/logs"',
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -225,4 +249,5 @@ def _front(config: ServingConfig, program: str | None) -> str:
     command = " ".join(said).replace(" --", " \\\n  --")
     # Before prefillers and decoders the front puts this key in place of the client's.
     key = 'if [ -n "${VLLM_API_KEY-}" ]; then export OPENAI_API_KEY="${OPENAI_API_KEY-$VLLM_API_KEY}"; fi\n'
-    return f"\ntold=\n{key if config.topology.is_pd else ''}setsid {command} &"
+    about = key + UNGUARDED if config.topology.is_pd else ""
+    return f'\ntold=\n{about}setsid {command} >"$here/logs/front.log" 2>&1 &'

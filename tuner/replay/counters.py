@@ -32,7 +32,6 @@ SHARE = 0.05
 
 _SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _SOURCE = re.compile(r'\bsource="([^"]*)"')
-_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{(?:.*,)?block_size="(\d+)"', re.MULTILINE)
 _HISTOGRAMS = {
     "ttft": "vllm:time_to_first_token_seconds",
     "itl": "vllm:inter_token_latency_seconds",
@@ -41,16 +40,8 @@ _HISTOGRAMS = {
 _PER_REQUEST = ("server_queue", "server_prefill", "server_itl")
 
 
-@dataclass(frozen=True, slots=True)
-class Scrape:
-    """What one endpoint says now: its counters, and the block size of its KV cache."""
-
-    counters: Mapping[str, float]
-    block_size: int | None
-
-
-async def scrape(urls: Sequence[str]) -> tuple[Scrape, ...]:
-    """Return what each Prometheus endpoint says, in order; nothing when one is silent."""
+async def scrape(urls: Sequence[str]) -> tuple[dict[str, float], ...]:
+    """Return the counters of each Prometheus endpoint, in order; nothing when one is silent."""
     found = []
     async with aiohttp.ClientSession(trust_env=False, headers=authorization()) as http:
         for url in urls:
@@ -65,15 +56,14 @@ async def scrape(urls: Sequence[str]) -> tuple[Scrape, ...]:
     return tuple(found)
 
 
-def read(text: str) -> Scrape:
-    """Return what a text in Prometheus' form says."""
-    block = _BLOCK_SIZE.search(text)
-    return Scrape(_summed(parse_counters(text)), int(block[1]) if block else None)
+def read(text: str) -> dict[str, float]:
+    """Return the counters of a text in Prometheus' form, summed over labels."""
+    return _summed(parse_counters(text))
 
 
-def total(scrapes: Iterable[Scrape]) -> dict[str, float]:
+def total(scrapes: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the counters of several endpoints, summed."""
-    return _summed(pair for one in scrapes for pair in one.counters.items())
+    return _summed(pair for one in scrapes for pair in one.items())
 
 
 def _summed(samples: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -104,14 +94,12 @@ def by_source(name: str, source: str) -> str:
     return f'{name}{{source="{source}"}}'
 
 
-def tallies(members: Sequence[Member], before: Sequence[Scrape], after: Sequence[Scrape]) -> tuple[Tally, ...]:
+def tallies(
+    members: Sequence[Member], before: Sequence[Mapping[str, float]], after: Sequence[Mapping[str, float]]
+) -> tuple[Tally, ...]:
     """Return by how much each member's counters grew."""
     return tuple(
-        Tally(
-            member,
-            {name: value - first.counters.get(name, 0.0) for name, value in last.counters.items()},
-            last.block_size,
-        )
+        Tally(member, {name: value - first.get(name, 0.0) for name, value in last.items()})
         for member, first, last in zip(members, before, after, strict=True)
     )
 

@@ -5,18 +5,24 @@ running group would see. The pairs are driven directly, past the front, as a fro
 hand what the prefiller answers to the decoder.
 """
 
+import asyncio
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import aiohttp
 import numpy as np
 
-from tuner.errors import FailureKind, HostError, InvalidReplay
-from tuner.replay import remote
+from tuner.errors import FailureKind, InvalidReplay
+from tuner.replay.client import finish
+from tuner.replay.connection import authorization
 from tuner.replay.prompts import ordinary_tokens
 from tuner.seams import Member
 from tuner.serving import Json, Role
 
 DEADLINE = 60.0
+OK = 200
+MOST_BYTES = 1 << 22
 # Longer than any block: 16 tokens on GPUs, 128 on a CPU.
 PROMPT = 272
 
@@ -42,26 +48,50 @@ def warm(members: Sequence[Member], model: str, *, seed: int, vocab_size: int, c
     for p, prefiller in enumerate(prefillers):
         for d, decoder in enumerate(decoders):
             prompt = [int(token) for token in rng.integers(tokens.start, tokens.stop, PROMPT)]
-            try:
-                _hand_over(prefiller, decoder, {"model": model, "prompt": prompt, "ignore_eos": True})
-            except (HostError, LookupError, TypeError) as error:
-                check_alive()
-                said = error.message if isinstance(error, HostError) else "the prefiller names no KV cache to fetch"
-                raise InvalidReplay(
-                    FailureKind.NO_TRANSFER,
-                    f"decoder {d} cannot fetch from prefiller {p}: {said}",
-                    hint="is VLLM_NIXL_SIDE_CHANNEL_HOST an address the decoder reaches, and kv_buffer_device one "
-                    "that this host can move?",
-                ) from error
+            said = finish(_hand_over(prefiller, decoder, {"model": model, "prompt": prompt, "ignore_eos": True}))
+            if said is None:
+                continue
+            check_alive()
+            raise InvalidReplay(
+                FailureKind.NO_TRANSFER,
+                f"decoder {d} cannot fetch from prefiller {p}: {said}",
+                hint="is VLLM_NIXL_SIDE_CHANNEL_HOST an address the decoder reaches, and kv_buffer_device one "
+                "that this host can move?",
+            )
 
 
-def _hand_over(prefiller: Member, decoder: Member, body: dict[str, Any]) -> None:
-    first = remote.ask(
-        f"{prefiller.url}/v1/completions", body | {"max_tokens": 1, "kv_transfer_params": ASK}, deadline=DEADLINE
-    )
-    there = first["kv_transfer_params"]
-    if not there["remote_block_ids"]:
-        raise LookupError(there)
-    remote.ask(
-        f"{decoder.url}/v1/completions", body | {"max_tokens": 2, "kv_transfer_params": there}, deadline=DEADLINE
-    )
+async def _hand_over(prefiller: Member, decoder: Member, body: dict[str, Any]) -> str | None:
+    """Take one request from a prefiller to a decoder; return what went wrong, in words."""
+    said: str | None = None
+    try:
+        async with (
+            asyncio.timeout(DEADLINE),
+            aiohttp.ClientSession(trust_env=False, headers=authorization()) as http,
+        ):
+            first = await _ask(http, prefiller, body | {"max_tokens": 1, "kv_transfer_params": ASK})
+            there = first.get("kv_transfer_params") if isinstance(first, dict) else None
+            if not isinstance(there, dict) or not there.get("remote_block_ids"):
+                return "the prefiller names no KV cache to fetch"
+            await _ask(http, decoder, body | {"max_tokens": 2, "kv_transfer_params": there})
+    except TimeoutError:
+        said = f"no answer within {DEADLINE:g} s"
+    except _RefusedError as error:
+        said = str(error)
+    except (aiohttp.ClientError, OSError) as error:
+        said = f"no whole answer: {error or type(error).__name__}"
+    except (ValueError, RecursionError):
+        said = "an answer is not JSON"
+    return said
+
+
+async def _ask(http: aiohttp.ClientSession, member: Member, body: dict[str, Any]) -> Any:
+    async with http.post(f"{member.url}/v1/completions", json=body) as answer:
+        if answer.status == OK:
+            return json.loads(await answer.content.read(MOST_BYTES))
+        head = await answer.content.read(300)
+        words = " ".join(head.decode(errors="replace").split())
+        raise _RefusedError(f"the {member.role} answers {answer.status}: {words}")
+
+
+class _RefusedError(Exception):
+    """A server answered with an error."""

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -100,13 +101,15 @@ def ask(url: str, body: Mapping[str, Json] | None = None, *, deadline: float = D
     try:
         return json.loads(_fetch(url, body, deadline))
     except urllib.error.HTTPError as error:
-        said = " ".join(error.read(300).decode(errors="replace").split())
+        said = ""
+        with suppress(OSError, http.client.HTTPException):  # it broke off in the middle of its error
+            said = " ".join(error.read(300).decode(errors="replace").split())
         hint = "set VLLM_API_KEY or OPENAI_API_KEY" if error.code in {401, 403} else None
         raise HostError(f"{url}: the server answers {error.code}: {said}", hint=hint) from error
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
         raise HostError(f"{url}: nobody answers: {why}", hint="is the server up, and --url right?") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HostError(f"{url}: the answer is not JSON", hint="is this an OpenAI-compatible server?") from error
 
 

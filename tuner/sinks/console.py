@@ -19,7 +19,7 @@ from rich.text import Text
 
 from tuner import slo as slos
 from tuner.errors import FailureKind
-from tuner.results import TrialResult, default_of, differences, feasible, limits, recommend
+from tuner.results import TrialResult, default_of, feasible, limits, recommend, told_apart
 from tuner.serving import ServingConfig
 from tuner.sinks.verdict import counts
 from tuner.sinks.words import change, configuration, configuration_of, describe_slo, metric_name, plain, slo_state
@@ -115,7 +115,7 @@ class ConsoleSink:
         """Show which configuration is tried now."""
         self._trial_start = self._phase_start = time.perf_counter()
         default = default_of(self._results)
-        words = label or configuration_of(differences(config, default))
+        words = label or configuration_of(told_apart(config, default))
         self._number, self._trial = number, f"trial {number} ({plain(words)})"
         self._phase, self._expected = "", None
         self._line(f"{self._trial}: {self._place()}")

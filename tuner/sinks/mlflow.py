@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 # In force unless the user set them. With MLflow's own values one call to a dead server blocks for 247 s.
 for _name, _value in {
@@ -43,6 +43,7 @@ from mlflow.entities import (
     ViewType,
 )
 from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from tuner import spec as specs
 from tuner.results import TrialResult, default_of, limits, recommend, to_json
@@ -386,9 +387,16 @@ class MlflowSink:
         best = recommend(ordered, x, y)
         if best is None:
             return
-        for role in best.config.topology.roles:
-            name = "config.yaml" if role is Role.ANY else f"{role}.yaml"
-            client.log_text(run_id, pages.config_yaml(best, role), f"best/{name}")
+        texts = {
+            "config.yaml" if role is Role.ANY else f"{role}.yaml": pages.config_yaml(best, role)
+            for role in best.config.topology.roles
+        }
+        if {Path(one.path).name for one in client.list_artifacts(run_id, "best")} - set(texts):
+            # What an earlier best of another topology left would be deployed beside this one.
+            repository: Any = get_artifact_repository(client.get_run(run_id).info.artifact_uri)
+            repository.delete_artifacts("best")
+        for name, text in texts.items():
+            client.log_text(run_id, text, f"best/{name}")
 
     def _describe_experiment(self, mirror: _Mirror, spec: StudySpec, ordered: Sequence[TrialResult]) -> None:
         """Leave a description and a saved view; the view's format is the UI's own, so it may fail unsaid."""

@@ -19,14 +19,15 @@ from ruamel.yaml import YAML
 from tuner import units
 from tuner.errors import FailureKind
 from tuner.results import (
+    KV_TRANSFER,
     TrialResult,
-    differences,
     feasible,
     flat,
     front,
     hypervolume,
     limits,
     recommend,
+    told_apart,
 )
 from tuner.serving import Json, Role, to_config
 from tuner.sinks.topologies import n_gpus
@@ -108,10 +109,15 @@ def params(result: TrialResult) -> dict[str, str]:
         "pd_ratio": f"{topology.prefillers}:{topology.decoders}" if topology.is_pd else "none",
     }
     seen = {name: value for name, value in result.effective.items() if not name.startswith(PREFIXES)}
-    for role in topology.roles:
+    every = {
+        role: config.for_role(role) | seen | dict(config.role_args.get(role, {}) if topology.is_pd else {})
+        for role in topology.roles
+    }
+    for role, args in every.items():
         prefix = "" if role is Role.ANY else f"{role}."
-        every = config.for_role(role) | seen | dict(config.role_args.get(role, {}) if topology.is_pd else {})
-        given |= {f"{prefix}{name}": value for name, value in every.items()}
+        alike = {n for n, v in args.items() if all(n in other and other[n] == v for other in every.values())}
+        given |= {name if name in alike else f"{prefix}{name}": value for name, value in args.items()}
+    given = {name: value for name, value in given.items() if not name.endswith(KV_TRANSFER)}
     given |= {name: value for name, value in flat(config).items() if name.startswith("env.")}
     given |= {name: value for name, value in result.effective.items() if name not in seen}
     return {key(name): _text(value)[:LONGEST_PARAM] for name, value in given.items()}
@@ -190,7 +196,7 @@ def run_name(result: TrialResult, default: TrialResult | None) -> str:
     """Return what a trial is called in the UI, which cuts after about 18 characters: what differs, short."""
     if result.label:
         return plain(f"t{result.number:02d} {result.label}")
-    words = [_in_short(name, value) for name, value in differences(result.config, default).items()]
+    words = [_in_short(name, value) for name, value in told_apart(result.config, default).items()]
     return plain(f"t{result.number:02d} {' '.join(words) or 'as default'}")[:250]
 
 

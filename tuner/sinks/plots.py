@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from tuner import slo as slos
 from tuner import units
-from tuner.results import TrialResult, default_of, differences, flat, front, recommend
+from tuner.results import TrialResult, default_of, flat, front, recommend, told_apart
 from tuner.serving import SINGLE, Json, Topology
 from tuner.sinks.palette import (
     BLUE,
@@ -110,7 +110,7 @@ def picture(results: Sequence[TrialResult], x: str, y: str, limits: Sequence[Slo
             is_feasible=bool(r.slos_met) or not limits,
             on_front=r.number in on_front,
             is_recommended=best is not None and r.number == best.number,
-            words=tuple(_words(r, (x, y), limits, differences(r.config, default))),
+            words=tuple(_words(r, (x, y), limits, told_apart(r.config, default))),
             topology=r.config.topology,
         )
         for r in own

@@ -13,7 +13,19 @@ from enum import StrEnum
 
 from tuner import slo as slos
 from tuner.metrics import Metrics
-from tuner.results import NOISE, TrialResult, closest, default_of, differences, feasible, front, knee, limits, recommend
+from tuner.results import (
+    NOISE,
+    TrialResult,
+    closest,
+    default_of,
+    differences,
+    feasible,
+    flat,
+    front,
+    knee,
+    limits,
+    recommend,
+)
 from tuner.serving import Topology
 from tuner.sinks.words import change, configuration_of, metric_name, percent, slo_state
 from tuner.slo import Slo
@@ -23,6 +35,7 @@ from tuner.units import format_ms
 TAILS = ("itl_p99", "itl_p95", "itl_p90")
 TRANSFER, SHARE = "kv_transfer_time_mean", "kv_transfer_share"
 SECOND_TOKEN = ("itl_first_gap_mean", "itl_first_gap_p50")
+UNCOUNTED = {"topology", "kv_buffer_device"}
 DIFFERENCES = "differs from the default by"
 
 
@@ -42,12 +55,14 @@ class Standing:
     Attributes:
         size: the GPUs it takes; its servers where these share a machine; None while it was not tried.
         best: the trial to serve with, else the closest to the SLO; None without numbers.
+        n_measured: how many trials have numbers.
         failures: the kinds of failure, each with its count.
     """
 
     topology: Topology
     size: int | None
     best: TrialResult | None
+    n_measured: int
     failures: str
 
 
@@ -118,7 +133,7 @@ def standings(spec: StudySpec, results: Sequence[TrialResult]) -> list[Standing]
         some = [r for r in own if r.config.topology == topology]
         best = best_of(some, *spec.objective_metrics)
         size = _size(best or some[0], common) if some else None
-        found.append(Standing(topology, size, best, _kinds(some)))
+        found.append(Standing(topology, size, best, sum(r.is_measured for r in some), _kinds(some)))
     return found
 
 
@@ -137,7 +152,16 @@ def compared(spec: StudySpec, results: Sequence[TrialResult]) -> Comparison | No
     unit = "servers" if common else "GPUs"
     given = {unit} if len(sizes) > 1 else set()
     given |= ({"SLO"} if spec.slo else set()) | ({"KV transfer"} if any(s.topology.is_pd for s in found) else set())
-    every = ("topology", unit, "trial", *map(metric_name, spec.objective_metrics), "SLO", "KV transfer", DIFFERENCES)
+    every = (
+        "topology",
+        unit,
+        "trials",
+        "best",
+        *map(metric_name, spec.objective_metrics),
+        "SLO",
+        "KV transfer",
+        DIFFERENCES,
+    )
     columns = tuple(name for name in every if name not in {unit, "SLO", "KV transfer"} or name in given)
     heading = f"Best of each topology{'' if len(sizes) > 1 else ' ' + _at(min(sizes), common)}:"
     cells = [_cells(s, spec, own) | {unit: "" if s.size is None else str(s.size)} for s in found]
@@ -151,14 +175,16 @@ def _cells(standing: Standing, spec: StudySpec, own: Sequence[TrialResult]) -> d
         failed = f"failed: {standing.failures}" if standing.failures else ""
         return {
             "topology": str(topology),
-            "trial": "-",
+            "trials": "0",
+            "best": "-",
             DIFFERENCES: failed or ("not tried" if standing.size is None else "not measured"),
         }
     changed = differences(best.config, default_of(own))
     transfer = format_ms(best.metrics[TRANSFER]) if TRANSFER in best.metrics else "not measured"
     return {
         "topology": str(topology),
-        "trial": str(best.number),
+        "trials": str(standing.n_measured),
+        "best": f"trial {best.number}",
         **{
             metric_name(key): slos.describe(key, best.metrics[key]) if key in best.metrics else "not measured"
             for key in spec.objective_metrics
@@ -210,10 +236,18 @@ def _sentence(
         ]
         return f"Whether PD pays here {where} is not known: {', and '.join(absent)}."
     outcome = judge(*pair, keys)
-    trials = " against ".join(f"{r.config.topology} (trial {r.number})" for r in pair)
+    trials = " against ".join(
+        f"{r.config.topology} (trial {r.number}, {_of(side)})" for r, side in zip(pair, (pd, aggregated), strict=True)
+    )
     found = ", ".join([*_promise(asked, *pair), *(_against(key, *pair) for key in reversed(keys))])
     caveat = f"; the servers shared {common}, so this says nothing about separate GPUs" if common else ""
     return f"{outcome} {where}{_trade(outcome, *pair, keys)}, {trials}: {found}; why: {why(*pair, keys)}{caveat}."
+
+
+def _of(side: Sequence[TrialResult]) -> str:
+    """Say how many trials a best one was chosen from: one trial may have been an unlucky one."""
+    n = sum(r.is_measured for r in side)
+    return "its only one" if n == 1 else f"best of {n}"
 
 
 def _with_numbers(results: Iterable[TrialResult], keys: tuple[str, str]) -> list[TrialResult]:
@@ -306,7 +340,14 @@ def why(pd: TrialResult, aggregated: TrialResult, keys: tuple[str, str]) -> str:
     tail = y if re.search(r"_p9\d", y) else _common(TAILS, pd.metrics, aggregated.metrics) or y
     ttft = _common(("ttft_mean",), pd.metrics, aggregated.metrics) or x
     parts = [_interference(tail, pd, aggregated), _transfer(ttft, pd, aggregated), *_second_token(pd, aggregated)]
-    return ", ".join(parts)
+    return ", ".join([*parts, *_what_else(pd, aggregated)])
+
+
+def _what_else(pd: TrialResult, aggregated: TrialResult) -> list[str]:
+    """Name the arguments in which the two differ beside the topology: they have their part in every difference."""
+    one, other = flat(pd.config), flat(aggregated.config)
+    names = sorted({name for name in one.keys() | other.keys() if one.get(name) != other.get(name)} - UNCOUNTED)
+    return [f"and they differ in {', '.join(names)} too"] if names else []
 
 
 def _common(keys: Iterable[str], one: Metrics, other: Metrics) -> str | None:
@@ -319,7 +360,7 @@ def _interference(tail: str, pd: TrialResult, aggregated: TrialResult) -> str:
     return {
         -1: f"{name} is {gap} shorter where no prefill runs beside decoding",
         0: f"{name} shows no interference that PD removed",
-        1: f"{name} is {gap} longer, so shows no interference that PD removed",
+        1: f"{name} is {gap} longer, although no prefill runs beside decoding",
     }[_sign(value, base)]
 
 
@@ -346,4 +387,5 @@ def _second_token(pd: TrialResult, aggregated: TrialResult) -> list[str]:
     if key is None or (sign := _sign(pd.metrics[key], aggregated.metrics[key])) == 0:
         return []
     gap = format_ms(abs(pd.metrics[key] - aggregated.metrics[key]))
-    return [f"the second token follows the first {gap} {'later' if sign > 0 else 'sooner'} ({metric_name(key)})"]
+    then = f"{'later' if sign > 0 else 'sooner'} than with {aggregated.config.topology}"
+    return [f"the second token follows the first {gap} {then} ({metric_name(key)})"]

@@ -41,7 +41,7 @@ def answer(spec: StudySpec, results: Sequence[TrialResult]) -> list[str]:
     lines += topologies.pays(spec, own)
     lines += _not_measurable(spec, measured)
     lines += _failures(own)
-    lines += [f"Note: {note}" for note in notes_of([r for r in (shown, default) if r is not None])]
+    lines += _notes([r for r in (shown, default) if r is not None])
     return lines
 
 
@@ -122,6 +122,17 @@ def _kinds(own: Sequence[TrialResult]) -> str:
     kinds = Counter(str(r.failure.kind) for r in own if r.failure is not None)
     words = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
     return f"{_many(sum(kinds.values()), 'trial')} failed ({words})" if kinds else "no trial has numbers"
+
+
+def _notes(shown: Sequence[TrialResult]) -> list[str]:
+    """Return what to know of some trials, with whose it is where not all of them have it."""
+    by_note: dict[str, list[int]] = {}
+    for result in dict.fromkeys(r.number for r in shown):
+        for note in notes_of([r for r in shown if r.number == result][:1]):
+            by_note.setdefault(note, []).append(result)
+    everybody = len({r.number for r in shown})
+    whose = {note: "" if len(ns) == everybody else f" on trial {ns[0]}" for note, ns in by_note.items()}
+    return [f"Note{whose[note]}: {note}" for note in by_note]
 
 
 def notes_of(results: Sequence[TrialResult]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tuner.results import TrialResult
 from tuner.sinks import pages
+from tuner.sinks.topologies import TRANSFER
 from tuner.sinks.words import plain
 from tuner.spec import StudySpec
 
@@ -24,6 +25,7 @@ def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str
     x, y = (pages.metric_key(name) for name in spec.objective_metrics)
     varied = _varied(spec, results)
     wanted = {"tune.study_uid": f"= '{uid}'", "tune.kind": "= 'trial'", "tune.outcome": "!= 'same_as'"}
+    transfers = [pages.metric_key(TRANSFER)] if any(r.config.topology.is_pd for r in results) else []
     shown = ("slo", "pareto", "recommended", "role", "failure")
     state = {
         "searchFilter": " AND ".join(f"tags.`{name}` {condition}" for name, condition in wanted.items()),
@@ -32,6 +34,7 @@ def saved_view(spec: StudySpec, results: Sequence[TrialResult], uid: str) -> str
         "selectedColumns": [
             *(f"params.`{name}`" for name in varied),
             *(f"metrics.`{name}`" for name in (x, y)),
+            *(f"metrics.`{name}`" for name in transfers),
             *(f"tags.`tune.{name}`" for name in shown),
         ],
         "compareRunCharts": _charts(x, y, varied),

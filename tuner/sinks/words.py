@@ -6,7 +6,7 @@ Names from outside (arguments, messages) are data: control characters are droppe
 import json
 
 from tuner import units
-from tuner.results import TrialResult, differences
+from tuner.results import TrialResult, told_apart
 from tuner.serving import Json
 from tuner.slo import Slo
 
@@ -51,7 +51,7 @@ def describe_slo(slo: Slo) -> str:
 
 def configuration(result: TrialResult, default: TrialResult | None) -> str:
     """Return the arguments in which a trial differs from the default: "max_num_batched_tokens 256"."""
-    return configuration_of(differences(result.config, default))
+    return configuration_of(told_apart(result.config, default))
 
 
 def configuration_of(changed: dict[str, Json]) -> str:

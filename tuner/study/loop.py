@@ -84,6 +84,7 @@ class Study:
         for sink in self.sinks:
             sink.study_started(self.spec, self.results)
         self._enqueue_baselines()
+        self._enqueue_topologies()
         try:
             started = time.monotonic()
             while self._budget_left(time.monotonic() - started) and self._have_point():
@@ -104,6 +105,20 @@ class Study:
                 continue
             inside = space.parameters_of(config, self.spec, self.host)
             self.optuna.enqueue_trial(dict(inside or {}), user_attrs={"label": label})
+
+    def _enqueue_topologies(self) -> None:
+        """Give each topology a first trial: as it is without what is searched, or where that lies outside, any.
+
+        A topology that is met late, or once with unlucky arguments, would be judged by that.
+        """
+        trials, budget = self.optuna.get_trials(deepcopy=False), self.spec.budget.trials
+        if budget is not None and budget <= len(self.spec.topologies):
+            return
+        done = {str(space.default_config(self.spec).topology), *(t.user_attrs.get("first_of") for t in trials)}
+        for topology in (t for t in self.spec.topologies if str(t) not in done):
+            plain = space.resolve(topology, {}, self.spec, self.host)
+            params = space.parameters_of(plain, self.spec, self.host) or space.topology_parameters(topology, self.spec)
+            self.optuna.enqueue_trial(dict(params), user_attrs={"first_of": str(topology)})
 
     def _budget_left(self, session: float) -> bool:
         budget = self.spec.budget

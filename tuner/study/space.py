@@ -254,7 +254,7 @@ def parameters_of(config: ServingConfig, spec: StudySpec, host: Mapping[str, Jso
     """Return the Optuna parameters that suggest this configuration, or None when it lies outside the space."""
     if config.topology not in spec.topologies:
         return None
-    params = _topology_parameters(config.topology, spec)
+    params = topology_parameters(config.topology, spec)
     own = groups.by_role(spec.engine_args | dict.fromkeys(spec.search_space))
     for name, dimension in applying(spec, config.topology).items():
         role, bare = groups.split(name)
@@ -273,7 +273,8 @@ def parameters_of(config: ServingConfig, spec: StudySpec, host: Mapping[str, Jso
     return params if identity(resolve(topology, values, spec, host), host) == identity(config, host) else None
 
 
-def _topology_parameters(topology: Topology, spec: StudySpec) -> dict[str, Json]:
+def topology_parameters(topology: Topology, spec: StudySpec) -> dict[str, Json]:
+    """Return the Optuna parameters that name a topology."""
     kinds, name = _kinds(spec), str(topology)
     params: dict[str, Json] = {} if name in kinds else {"pd_ratio": name}
     return ({"topology": name if name in kinds else PD} if len(kinds) > 1 else {}) | params
