@@ -121,9 +121,9 @@ def test_a_group_that_comes_up_partly_is_ended_whole(tmp_path: Path, behaviour: 
 def test_a_server_that_dies_while_another_starts_is_named(tmp_path: Path) -> None:
     """Ready is not for good: the one that died is the cause, not the one that was waited for."""
     config = little_group("1p1d", {Role.PREFILLER: {"behave": "serve_and_die"}, Role.DECODER: {"behave": "hang"}})
-    with pytest.raises(StartError, match="prefiller 0: .*out of memory") as caught:
-        with launcher(start_timeout=60).launch(config, tmp_path):
-            pass
+    launching_it = launcher(start_timeout=60).launch(config, tmp_path)
+    with pytest.raises(StartError, match=r"prefiller 0: .*out of memory") as caught, launching_it:
+        pass
 
     assert caught.value.kind is FailureKind.OOM
 

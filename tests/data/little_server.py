@@ -95,10 +95,9 @@ def side_channel_taken_at_first() -> None:
 
 
 def serve_and_die() -> None:
-    """Be ready, and run out of memory while others still start."""
-    threading.Timer(
-        1.0, lambda: (print("torch.OutOfMemoryError: CUDA out of memory.", flush=True), os._exit(1))
-    ).start()
+    """Be ready, and end for want of memory while others still start."""
+    print("torch.OutOfMemoryError: CUDA out of memory.", flush=True)
+    threading.Timer(1.0, os._exit, (1,)).start()
     serve()
 
 
