@@ -158,7 +158,8 @@ def uv_install(venv: Path, words: list[str], overrides: Path, pins: Path, *, cpu
 
 def cpu_index_answers(venv: Path) -> bool:
     """Whether the index of torch's CPU builds can be reached from here, asked once and briefly."""
-    ask = [venv / "bin/uv", "pip", "install", "--dry-run", "--python", venv / "bin/python", "--no-deps",
+    # Without --reinstall a torch that is there already would be answer enough, and no index asked.
+    ask = [venv / "bin/uv", "pip", "install", "--dry-run", "--reinstall", "--python", venv / "bin/python", "--no-deps",
            "--torch-backend", "cpu", f"torch=={TORCH[VLLM]}"]  # fmt: skip
     environment = uv_environment() | {"UV_HTTP_TIMEOUT": "5", "UV_HTTP_RETRIES": "0"}
     try:

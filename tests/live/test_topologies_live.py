@@ -220,7 +220,7 @@ def test_the_exported_pair_starts_from_its_files_and_streams(study: Study, folde
 
 def test_other_ratios_are_measured(folder: Path, vllm: str) -> None:
     """Two prefillers before one decoder, and one before two: a trial each, every prompt transferred."""
-    words = ["--mlflow", "off", "--set", "topologies=[2p1d,1p2d]", "--set", "search_space={}", "--trials", "2"]
+    words = ["--set", "topologies=[2p1d,1p2d]", "--set", "search_space={}", "--trials", "2"]
     command = tune(folder, vllm, "ratios", *words)
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     results = RunFolder(folder / "runs" / "ratios").read_all()
@@ -230,4 +230,6 @@ def test_other_ratios_are_measured(folder: Path, vllm: str) -> None:
     assert {r.config.topology for r in measured} == {Topology.parse("2p1d"), Topology.parse("1p2d")}
     assert [r.metrics["kv_transfer_share"] for r in measured] == [1, 1]
     assert [r.metrics["decoder_computed_tokens"] for r in measured] == [0, 0]
+    assert "Best of each topology with 3 servers on one machine" in done.stdout
+    assert (folder / "runs" / "ratios" / "best" / "start.sh").exists()
     assert servers_of(folder) == []
