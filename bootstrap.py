@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def tests(python: Path, rest: list[str]) -> list[list[str | Path]]:
-    """Return the commands of the tests: first those that may share the machine, then those that look at the clock."""
+    """Return the commands of the tests: those that may share the machine first, then those that look at the clock."""
     pytest = [python, "-m", "pytest"]
     if rest:
         return [[*pytest, *rest]]

@@ -68,23 +68,11 @@ def configuration(
 
 @pytest.fixture
 def shared_memory() -> Iterator[None]:
-    """Check that a test leaves no shared memory behind.
-
-    What a living process has mapped is a neighbour's, and so is what vanishes by itself: another test's server has
-    semaphores for a moment that no process has mapped yet, or any more.
-    """
+    """Check that a test leaves no shared memory behind; what a living process has mapped is a neighbour's."""
     before = set(SHARED_MEMORY.iterdir())
     yield
-
-    def left() -> set[str]:
-        return {str(path) for path in set(SHARED_MEMORY.iterdir()) - before} - mapped()
-
-    suspects = left()
-    deadline = time.monotonic() + 30
-    while suspects and time.monotonic() < deadline:
-        time.sleep(0.5)
-        suspects &= left()
-    assert suspects == set()
+    after = {str(path) for path in set(SHARED_MEMORY.iterdir()) - before}
+    assert after - mapped() == set()
 
 
 def mapped() -> set[str]:
@@ -111,6 +99,7 @@ def fetch(url: str, body: bytes | None = None) -> bytes:
         return bytes(answer.read())
 
 
+@pytest.mark.timing
 def test_a_real_server_starts_answers_and_leaves_nothing(
     command: tuple[str, ...], model: str, tmp_path: Path, shared_memory: None
 ) -> None:
@@ -202,6 +191,7 @@ with LocalLauncher().launch(config, Path(sys.argv[2])) as deployment:
 """
 
 
+@pytest.mark.timing
 def test_a_real_server_does_not_outlive_a_killed_tune(
     command: tuple[str, ...], model: str, tmp_path: Path, shared_memory: None
 ) -> None:
