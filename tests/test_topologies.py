@@ -222,9 +222,7 @@ def test_an_objective_that_is_no_tail_does_not_stand_for_interference() -> None:
 
 def test_requests_whose_cache_was_not_transferred_are_named() -> None:
     """A share below one qualifies the cost."""
-    assert "a request (92 % of the eligible requests had one)" in said(
-        replicas(), pd(metrics={"kv_transfer_share": 0.92})
-    )
+    assert "a request (92 % of the requests had one)" in said(replicas(), pd(metrics={"kv_transfer_share": 0.92}))
     assert "eligible" not in said(replicas(), pd(metrics={"kv_transfer_share": 1.0}))
 
 

@@ -87,7 +87,12 @@ async def _hand_over(prefiller: Member, decoder: Member, body: dict[str, Any]) -
 async def _ask(http: aiohttp.ClientSession, member: Member, body: dict[str, Any]) -> Any:
     async with http.post(f"{member.url}/v1/completions", json=body) as answer:
         if answer.status == OK:
-            return json.loads(await answer.content.read(MOST_BYTES))
+            body_read = b""
+            async for part in answer.content.iter_any():  # one read brings what has arrived, not the whole
+                body_read += part
+                if len(body_read) > MOST_BYTES:
+                    raise ValueError(f"more than {MOST_BYTES} bytes")
+            return json.loads(body_read)
         head = await answer.content.read(300)
         words = " ".join(head.decode(errors="replace").split())
         raise _RefusedError(f"the {member.role} answers {answer.status}: {words}")

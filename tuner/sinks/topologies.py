@@ -369,7 +369,7 @@ def _transfer(ttft: str, pd: TrialResult, aggregated: TrialResult) -> str:
         return "what KV transfer costs was not measured"
     name, cost, share = metric_name(ttft), pd.metrics[TRANSFER], pd.metrics.get(SHARE, 1.0)
     said = f"KV transfer costs {format_ms(cost)} a request"
-    said += f" ({percent(share)} of the eligible requests had one)" if share < 0.995 else ""
+    said += f" ({percent(share)} of the requests had one)" if share < 0.995 else ""
     sign, rise = _sign(pd.metrics[ttft], aggregated.metrics[ttft]), pd.metrics[ttft] - aggregated.metrics[ttft]
     if sign == 0:
         return f"{said}, which {name} does not show"
