@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tuner import spec as specs
+from tuner import document
 from tuner import topologies as groups
 from tuner.deployment import gpu
 from tuner.deployment.gpu import Gpu
@@ -47,7 +47,7 @@ def choose(spec: StudySpec, source: Path, seen: Sequence[Gpu]) -> tuple[int, ...
     several = [topology for topology in spec.topologies if topology.is_group]
     if several and not spec.share_devices and _reachable(seen, spec.gpus) == 1:
         raise SpecError(
-            f"{specs.where(source, 'topologies')}: topologies: {several[0]} on one GPU: replicas and a PD pair "
+            f"{document.where(source, 'topologies')}: topologies: {several[0]} on one GPU: replicas and a PD pair "
             "need two devices; on one there is nothing to disaggregate, and chunked prefill is the lever",
             hint="take 1x with max_num_batched_tokens searched, or more GPUs; share_devices: true tries it anyway",
         )
@@ -80,7 +80,7 @@ def _check_memory(spec: StudySpec, source: Path, topology: Topology) -> None:
         return
     most = int(100 / topology.n_servers) / 100
     given = "it is not given" if len(wanted) < len(shares) else f"together they ask for {sum(wanted):.2f}"
-    where = specs.where(source, "share_devices")
+    where = document.where(source, "share_devices")
     raise SpecError(
         f"{where}: share_devices: {topology} puts {topology.n_servers} servers on one GPU: "
         f"{MEMORY} may be at most {most:g}, and {given}", hint=f"engine_args: {{{MEMORY}: {most:g}}}",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import baseline as baselines
-from tuner import placement, tiny_model, units
+from tuner import document, placement, tiny_model, units
 from tuner import spec as specs
 from tuner import topologies as groups
 from tuner import workload as workloads
@@ -173,7 +173,7 @@ def _refuse_devices(spec: StudySpec, source: Path) -> None:
     devices = (spec.kv_transfer_config or {}).get(groups.DEVICE, "cpu")
     for device in devices if isinstance(devices, list) else [devices]:
         if device != "cpu":
-            where = specs.where(source, f"{groups.KV}.{groups.DEVICE}")
+            where = document.where(source, f"{groups.KV}.{groups.DEVICE}")
             raise SpecError(
                 f"{where}: {groups.KV}.{groups.DEVICE}: {device}: this vLLM is a build for CPUs", hint="take cpu"
             )
@@ -215,7 +215,7 @@ def _refuse_partial_prefills(spec: StudySpec, source: Path) -> None:
                 if groups.split(key)[1] != name or spec.engine_args.get(key) == 1:
                     continue
                 raise SpecError(
-                    f"{specs.where(source, f'{part}.{key}')}: {part}.{key}: vLLM 0.26 refuses every value but 1, "
+                    f"{document.where(source, f'{part}.{key}')}: {part}.{key}: vLLM 0.26 refuses every value but 1, "
                     "and 0.32 has no such argument", hint="remove the line",
                 )  # fmt: skip
 
@@ -261,7 +261,7 @@ def _check_names(spec: StudySpec, source: Path, base: ServingConfig | None, foun
             for close in probe.unknown_arguments(found, [bare]).values():
                 prefix = "" if role is Role.ANY else f"{role}."
                 meant = f', did you mean "{prefix}{close[0]}"?' if close else ""
-                where = f"{specs.where(source, f'{part}.{name}')}: {part}.{name}"
+                where = f"{document.where(source, f'{part}.{name}')}: {part}.{name}"
                 lines.append(f"{where}: vLLM {found.version} has no such argument{_no_role(bare)}{meant}")
     for name, close in probe.unknown_arguments(found, base.args if base else ()).items():
         meant = f', did you mean "{close[0]}"?' if close else ""

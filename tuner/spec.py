@@ -21,13 +21,10 @@ from pydantic import (
     model_validator,
 )
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError
 
+from tuner import document, units
 from tuner import slo as slos
 from tuner import topologies as groups
-from tuner import units
 from tuner.dimensions import DEFAULT_SPACE, Dimension, Fraction, IntRange, Part
 from tuner.errors import SpecError
 from tuner.metrics import DEFAULT_CLASSES
@@ -313,11 +310,11 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
 
 def parse(text: str, source: str, overrides: Mapping[str, Any] | None = None) -> StudySpec:
     """Read the text of a study file; `source` names it in errors."""
-    data = _yaml(text, source)
-    plain = _plain(data)
+    data = document.read(text, source)
+    plain = document.plain(data)
     given = dict(overrides or {})
     for dotted, value in given.items():
-        _put(plain, dotted, _plain(value))
+        document.put(plain, dotted, document.plain(value))
     try:
         return StudySpec.model_validate(plain)
     except ValidationError as error:
@@ -325,53 +322,6 @@ def parse(text: str, source: str, overrides: Mapping[str, Any] | None = None) ->
         raise SpecError("\n".join(lines), hint='README, "The study file", lists every key') from error
     except SpecError as error:
         raise SpecError(f"{source}: slo: {error.message.removeprefix('--slo ')}", hint=error.hint) from error
-
-
-def _yaml(text: str, source: str) -> Any:
-    try:
-        data = YAML(typ="rt").load(text)
-    except DuplicateKeyError as error:
-        mark = error.problem_mark
-        match = re.search(r'duplicate key "?([^"\s]+)"?', str(error.problem))
-        raise SpecError(f"{source}:{mark.line + 1}: the key {match[1] if match else ''!r} stands here twice",
-                        hint="keep one of them") from error  # fmt: skip
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise SpecError(f"{source}:{line}: not YAML: {error.problem}") from error
-    if not isinstance(data, dict):
-        raise SpecError(f"{source}:1: a study is a mapping of keys", hint="see studies/ for examples")
-    return data
-
-
-def _plain(value: Any) -> Any:
-    """Return ruamel's round-trip values as plain Python ones, lists as tuples."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(_plain(v) for v in value)
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return value
-
-
-def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = _keys(dotted)
-    for name in parents:
-        inner = data.get(name)
-        if isinstance(inner, str) and name == "workload":
-            inner = {"path": inner}
-        data[name] = inner = dict(inner) if isinstance(inner, dict) else {}
-        data = inner
-    data[last] = value
-
-
-def _keys(dotted: str) -> list[str]:
-    """Return the keys of a path; a role and its argument are one: engine_args, decoder.max_num_seqs."""
-    parts = dotted.split(".")
-    if parts[0] in {"engine_args", "search_space"} and len(parts) > 2 and parts[1] in groups.ROLES:
-        parts[1:3] = [f"{parts[1]}.{parts[2]}"]
-    return parts
 
 
 def _explain(item: Any, data: Any, source: str, overrides: Mapping[str, Any]) -> str:
@@ -388,7 +338,7 @@ def _explain(item: Any, data: Any, source: str, overrides: Mapping[str, Any]) ->
     elif "input" in item and not isinstance(item["input"], dict) and item["type"] != "value_error":
         message = f"{message[0].lower()}{message[1:]}, not {item['input']!r}"
     flag = next((name for name in overrides if _concerns(name, dotted, message)), None)
-    where = FLAGS.get(flag, f"--set {flag}") if flag else f"{source}:{_line(data, loc)}"
+    where = FLAGS.get(flag, f"--set {flag}") if flag else f"{source}:{document.line_of(data, loc)}"
     return f"{where}: {dotted}: {message}" if dotted else f"{where}: {message}"
 
 
@@ -402,20 +352,6 @@ def _concerns(override: str, dotted: str, message: str) -> bool:
     """Whether an error is about a value that a flag gave."""
     parent, _, last = override.rpartition(".")
     return dotted == override or dotted.startswith(override + ".") or (dotted == parent and message.startswith(last))
-
-
-def _line(data: Any, loc: Sequence[Any]) -> int:
-    line = 1
-    for part in loc:
-        if isinstance(data, CommentedMap) and part in data:
-            line = data.lc.key(part)[0] + 1
-            data = data[part]
-        elif isinstance(data, CommentedSeq) and isinstance(part, int) and part < len(data):
-            line = data.lc.item(part)[0] + 1
-            data = data[part]
-        else:
-            break
-    return int(line)
 
 
 def _did_you_mean(loc: Sequence[Any]) -> str:
@@ -476,12 +412,3 @@ def find_workload(path: str, study: Path | None) -> Path:
     close = difflib.get_close_matches(path, names, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names) or 'none'}"
     raise SpecError(f"workload: {path}: not found", hint=hint)
-
-
-def where(study: Path, dotted: str) -> str:
-    """Return "FILE:LINE" of a key of a study file, for errors found after it was read."""
-    try:
-        data = YAML(typ="rt").load(study.read_text(encoding="utf-8"))
-    except (OSError, MarkedYAMLError):
-        return str(study)
-    return f"{study}:{_line(data, _keys(dotted))}"
