@@ -81,6 +81,16 @@ def test_killed_without_a_word_is_memory() -> None:
     assert "SIGKILL" in why.message
 
 
+def test_an_engine_core_that_was_killed_is_named() -> None:
+    """The API server outlives its engine for a moment and says no more than that it is gone."""
+    log = "(APIServer pid=3) WARNING 11-29 20:41:34 [core_client.py:703] MPClient: engine core exited unexpectedly\n"
+    why = failures.diagnose(log, 0, otherwise=FailureKind.DIED)
+
+    assert why.kind is FailureKind.DIED
+    assert "engine core was gone" in why.message
+    assert why.hint is not None
+
+
 def test_the_workers_error_goes_before_the_last_one() -> None:
     """The cause is the deepest process's own line, without prefix and colour."""
     log = (

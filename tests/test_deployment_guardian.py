@@ -12,7 +12,7 @@ import pytest
 from deployment_data import is_alive, marked, wait_until
 
 from tuner.deployment.family import Family
-from tuner.deployment.guardian import Guardian
+from tuner.deployment.guardian import Guardian, Ward
 
 SCRIPT = """
 import sys, time
@@ -113,5 +113,13 @@ def test_the_stop_command_runs_after_tunes_death(tmp_path: Path) -> None:
     family = Family("contained")
     with Guardian() as guardian:
         guardian.watch(family, stop_command=["touch", "stopped"], directory=str(tmp_path))
+
+    assert (tmp_path / "stopped").exists()
+
+
+def test_the_stop_command_runs_though_the_disk_is_full(tmp_path: Path) -> None:
+    """What cannot be written down is done all the same; a folder in the file's place stands for the full disk."""
+    stop = ["touch", str(tmp_path / "stopped")]
+    Ward(Family("contained"), stop_command=stop, directory=str(tmp_path), journal=str(tmp_path)).end()
 
     assert (tmp_path / "stopped").exists()

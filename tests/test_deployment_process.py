@@ -155,6 +155,17 @@ def test_a_port_taken_in_between_is_tried_again(tmp_path: Path) -> None:
     assert len(used) == 2
 
 
+def test_a_stranger_keeps_the_port_that_it_was_faster_at() -> None:
+    """A server that never listened leaves no port behind, whoever listens there."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as loser, socket.create_server(("", 0)) as stranger:
+        family = Family("lost-its-port")
+        family.lead(loser.pid)
+        port = stranger.getsockname()[1]
+        left = stopping.Stopping(family, "127.0.0.1", port, (), (), 5.0, loser).end(stopping.Interrupts())
+
+    assert left == ()
+
+
 def test_a_port_taken_three_times_is_an_error(tmp_path: Path) -> None:
     """Three tries, then a StartError of kind port."""
     config = little("port_taken", env={"LITTLE_FILE": str(tmp_path / "tries")})

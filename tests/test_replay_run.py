@@ -52,6 +52,15 @@ def test_server_counters_are_read_around_the_window(tmp_path: Path) -> None:
     assert after["vllm:prompt_tokens_total"] - before["vllm:prompt_tokens_total"] == 160
 
 
+@pytest.mark.timeout(60)
+def test_a_warm_up_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """A server that answers nothing is waited for as long as it is told."""
+    with serving(tmp_path, {"silence": 1}) as server:
+        run.warm_up(
+            server.url, "m", evenly(5, 0.05), duration=0.2, seed=1, vocab_size=VOCAB_SIZE, drain_timeout=0.5
+        )  # fmt: skip
+
+
 def test_repeats_without_block_ids_find_nothing_in_the_cache(tmp_path: Path) -> None:
     """Two repeats of one trace, and a warm-up before: no hit (report 6)."""
     with serving(tmp_path) as server:

@@ -1,5 +1,6 @@
 """The configuration a user runs today, as a YAML of `vllm serve --config` or as a command line."""
 
+import json
 import re
 import shlex
 from collections.abc import Iterable
@@ -7,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from tuner import document
 from tuner.errors import SpecError
+from tuner.outside import WITH_PASSWORD
 from tuner.serving import SECRET_ARGUMENTS, Json, ServingConfig, argument
 from tuner.topologies import KV
 
@@ -45,6 +48,8 @@ def read(text: str, default: ServingConfig) -> ServingConfig:
     for name in kept:
         if (variable := SECRET_ARGUMENTS.get(name)) is not None:
             raise SpecError(f"--baseline: {name} is a secret", hint=f"remove it and export {variable} in the shell")
+        if WITH_PASSWORD.search(json.dumps(args[name], default=str)):
+            raise SpecError(f"--baseline: {name} has a password in it", hint="it would be written down and shown")
     if not kept:
         raise SpecError("--baseline: it has no arguments", hint="trial 0 is vLLM's own default in any case")
     own = {
@@ -55,8 +60,12 @@ def read(text: str, default: ServingConfig) -> ServingConfig:
 
 def _from_yaml(path: Path) -> dict[str, Json]:
     try:
-        data = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        data = YAML(typ="safe").load(document.text_of(path))
+        document.check_size(data)
+    except MarkedYAMLError as error:  # its own words quote the lines around, and with them what is secret
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise SpecError(f"--baseline {path}:{line}: not YAML: {error.problem}") from error
+    except (OSError, ValueError, RecursionError, YAMLError) as error:
         raise SpecError(f"--baseline {path}: cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise SpecError(
@@ -85,7 +94,7 @@ def _from_command(text: str) -> dict[str, Json]:
         word = words.pop(0)
         if not word.startswith("--"):
             raise SpecError(
-                f"--baseline: {word!r} is neither a flag nor a file",
+                f"--baseline: {word.partition('=')[0]!r} is neither a flag nor a file",
                 hint="give a YAML file or a command line such as 'vllm serve MODEL --max-num-seqs 64'",
             )
         name, equals, inline = word.partition("=")

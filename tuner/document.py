@@ -8,20 +8,36 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from tuner.errors import SpecError
 from tuner.topologies import ROLES
+
+MOST_CHARACTERS, MOST_VALUES = 1 << 20, 100_000
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file that a person wrote.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no such file.
+    """
+    with path.open(encoding="utf-8") as file:
+        text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"more than {MOST_CHARACTERS:,} characters")
+    return text
 
 
 def read(text: str, source: str) -> Any:
     """Return the mapping that a YAML text is, its lines kept; `source` names it in errors.
 
     Raises:
-        SpecError: not YAML, not a mapping, or a key twice; says where.
+        SpecError: not YAML, not a mapping, a key twice, or more than a person writes; says where.
     """
     try:
         data = YAML(typ="rt").load(text)
+        check_size(data)
     except DuplicateKeyError as error:
         mark = error.problem_mark
         match = re.search(r'duplicate key "?([^"\s]+)"?', str(error.problem))
@@ -30,9 +46,22 @@ def read(text: str, source: str) -> Any:
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise SpecError(f"{source}:{line}: not YAML: {error.problem}") from error
+    except (ValueError, RecursionError, YAMLError) as error:  # a number of thousands of digits, braces in braces
+        raise SpecError(f"{source}: cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise SpecError(f"{source}:1: a study is a mapping of keys", hint="see studies/ for examples")
     return data
+
+
+def check_size(data: Any) -> None:
+    """Raise ValueError where there is more than a person writes: anchors make billions of values of a few lines."""
+    found, waiting = 0, [data]
+    while waiting:
+        value = waiting.pop()
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if (found := found + len(inner)) > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES:,} values")
+        waiting.extend(inner)
 
 
 def plain(value: Any) -> Any:

@@ -16,6 +16,8 @@ an exit code. Anything else is a bug and shows its traceback.
 
 from enum import StrEnum
 
+from tuner.outside import blotted, legible
+
 
 class ExitCode:
     """What `tune` exits with."""
@@ -55,14 +57,14 @@ class FailureKind(StrEnum):
 
 
 class TunerError(Exception):
-    """Something the user can act on."""
+    """Something the user can act on; in what it says of others there are no secrets and no control characters."""
 
     exit_code = ExitCode.BUG
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = legible(blotted(message))
+        self.hint = None if hint is None else legible(blotted(hint))
+        super().__init__(self.message)
 
 
 class SpecError(TunerError):
@@ -91,7 +93,7 @@ class TrialError(TunerError):
     def __init__(self, kind: FailureKind, message: str, *, hint: str | None = None, log: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint=hint)
         self.kind = kind
-        self.log = log
+        self.log = tuple(legible(blotted(line)) for line in log)
 
 
 class StartError(TrialError):

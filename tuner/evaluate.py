@@ -129,6 +129,7 @@ class LiveEvaluator:
             seed=self.spec.seed,
             vocab_size=self.vocab_size,
             check_alive=deployment.check_alive,
+            drain_timeout=self.spec.workload.drain_timeout,
         )
 
     def _replay(

@@ -94,9 +94,9 @@ def _extra_body(text: str) -> dict[str, Json]:
     try:
         body = json.loads(text)
     except json.JSONDecodeError as error:
-        raise SpecError(f"--extra-body {text}: not JSON: {error.msg}") from error
+        raise SpecError(f"--extra-body: not JSON: {error.msg}") from error
     if not isinstance(body, dict):
-        raise SpecError(f"--extra-body {text}: not a JSON object", hint="write for example '{\"ignore_eos\": null}'")
+        raise SpecError("--extra-body: not a JSON object", hint="write for example '{\"ignore_eos\": null}'")
     if own := [name for name in OWN_KEYS if name in body]:
         raise SpecError(f"--extra-body: {own[0]} is the replay's own", hint="any other key may be added or removed")
     return body

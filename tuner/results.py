@@ -5,6 +5,7 @@ A TrialResult is complete before Optuna is told; sinks and reports read nothing 
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 from tuner import units
 from tuner.errors import FailureKind
 from tuner.metrics import Metrics
+from tuner.outside import legible
 from tuner.serving import ROUTER, SINGLE, Front, Json, Role, ServingConfig, Topology
 from tuner.slo import Slo
 
 NOISE = 0.02
 """Two measurements of one configuration differ by about this much; see README, "How sure is it?"."""
 
+VARIABLE = r"[A-Za-z_]\w*"
 KV_TRANSFER = "kv_transfer_config"
 UNTOLD = (("kv_connector", "NixlConnector"), *(("kv_role", role.kv_role) for role in Role))
 
@@ -247,16 +250,26 @@ def config_to_json(config: ServingConfig) -> dict[str, Any]:
 
 
 def config_from_json(data: Mapping[str, Any]) -> ServingConfig:
-    """Return the configuration that `config_to_json` wrote."""
+    """Return the configuration that `config_to_json` wrote.
+
+    Raises:
+        ValueError: a variable's name that would be code where a shell sources it; the study's own are checked there.
+    """
+    if odd := [name for name in data["env"] if not re.fullmatch(VARIABLE, name, re.ASCII)]:
+        raise ValueError(f"{odd[0]!r} is no name for an environment variable")
     return ServingConfig(
-        model=data["model"],
-        command=tuple(data["command"]),
+        model=str(data["model"]),
+        command=tuple(map(str, data["command"])),
         topology=Topology.parse(data["topology"]),
         args=data["args"],
         role_args={Role(role): args for role, args in data["role_args"].items()},
-        env=data["env"],
-        front=Front(**front | {"command": tuple(front["command"])}) if (front := data.get("front")) else ROUTER,
+        env={name: str(value) for name, value in data["env"].items()},
+        front=_front_from_json(before) if (before := data.get("front")) else ROUTER,
     )
+
+
+def _front_from_json(data: Mapping[str, Any]) -> Front:
+    return Front(**dict(data) | {"command": tuple(map(str, data["command"]))})
 
 
 def to_json(result: TrialResult) -> str:
@@ -291,24 +304,32 @@ def from_json(text: str) -> TrialResult:
     Raises:
         ValueError, KeyError: the text is not such a result.
     """
-    data = json.loads(text)
+    data = json.loads(text, parse_constant=_refuse)
     failure = data["failure"]
     return TrialResult(
-        number=data["number"],
-        label=data["label"],
+        number=int(data["number"]),
+        label=legible(str(data["label"])),
         config=config_from_json(data["config"]),
         params=data["params"],
         effective=data["effective"],
         vllm_version=data["vllm_version"],
         metrics=units.from_outside(data["metrics"]),
-        excess=data["excess"],
+        excess={str(name): float(value) for name, value in data["excess"].items()},
         slos_met=data["slos_met"],
         repeats=tuple(
             Repeat(units.from_outside(r["metrics"]), r["counters"], tuple(r["notes"])) for r in data["repeats"]
         ),
-        failure=failure and Failure(FailureKind(failure["kind"]), failure["message"], tuple(failure["log"])),
+        failure=failure and _failure_from_json(failure),
         same_as=data["same_as"],
         cost={name: ms / 1e3 for name, ms in data["cost_ms"].items()},
         started=data["started"],
         ended=data["ended"],
     )
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no measurement")
+
+
+def _failure_from_json(data: Mapping[str, Any]) -> Failure:
+    return Failure(FailureKind(data["kind"]), str(data["message"]), tuple(map(str, data["log"])))

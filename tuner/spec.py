@@ -28,12 +28,11 @@ from tuner import topologies as groups
 from tuner.dimensions import DEFAULT_SPACE, Dimension, Fraction, IntRange, Part
 from tuner.errors import SpecError
 from tuner.metrics import DEFAULT_CLASSES
+from tuner.outside import SECRET, WITH_PASSWORD
 from tuner.serving import PARALLEL_SIZES, ROUTER, SECRET_ARGUMENTS, SINGLE, Front, Json, Role, ServingConfig, Topology
 from tuner.slo import Slo
 from tuner.topologies import Command, FrontSpec, Topologies
 
-SECRET = re.compile(r"(^|_)(TOKENS?|AUTH|API_?KEYS?|KEYS?|SECRETS?|PASSWORD|PASSWD|PWD|CREDENTIALS?)$", re.IGNORECASE)
-WITH_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
 RESERVED_NAMES = ("mlflow.db", "artifacts")
 TINY_MODEL = "tune/tiny-qwen2"
 OWN_ENV = ("TUNE_DEPLOYMENT", "VLLM_NIXL_SIDE_CHANNEL_PORT")
@@ -114,7 +113,7 @@ def _no_secret(env: dict[str, str]) -> dict[str, str]:
     for name, value in env.items():
         if name in OWN_ENV:
             raise ValueError(f"{name} is set by tune itself")
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise ValueError(f"{name!r} is no name for an environment variable")
         if SECRET.search(name) or WITH_PASSWORD.search(value):
             raise ValueError(
@@ -160,6 +159,8 @@ def _json(value: Any) -> Json:
         raise ValueError(f"{value} is no value for an argument")
     if value is not None and not isinstance(value, bool | int | float | str | dict | list | tuple):
         raise ValueError(f"{value!r}: put it in quotes if it is text")
+    if isinstance(value, str) and WITH_PASSWORD.search(value):
+        raise ValueError("an address with a password in it, which would be written down and shown")
     if isinstance(value, dict):
         return {str(k): _json(v) for k, v in value.items()}
     return [_json(v) for v in value] if isinstance(value, tuple | list) else value
@@ -302,8 +303,8 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
         SpecError: all mistakes of the file, one a line, each with file and line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = document.text_of(path)
+    except (OSError, ValueError) as error:
         raise SpecError(f"{path}: cannot be read: {error}", hint="tune run STUDY takes a YAML file") from error
     return parse(text, str(path), overrides)
 
@@ -335,7 +336,7 @@ def _explain(item: Any, data: Any, source: str, overrides: Mapping[str, Any]) ->
         message = "unknown key" + _did_you_mean(loc)
     elif item["type"] == "missing":
         message = "missing"
-    elif "input" in item and not isinstance(item["input"], dict) and item["type"] != "value_error":
+    elif item["type"] != "value_error" and loc[:1] != ["env"] and not isinstance(item.get("input", {}), dict):
         message = f"{message[0].lower()}{message[1:]}, not {item['input']!r}"
     flag = next((name for name in overrides if _concerns(name, dotted, message)), None)
     where = FLAGS.get(flag, f"--set {flag}") if flag else f"{source}:{document.line_of(data, loc)}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tuner.errors import SpecError
+from tuner.outside import legible
 
 FIELDS = (
     "arrival_s",
@@ -33,6 +34,7 @@ FIELDS = (
 
 
 LATEST = 1e12  # later than any clock, and exact enough as a float
+MOST_TOKENS = 10_000_000  # of one prompt or answer; a row of more would fill this host's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def load(path: Path) -> Workload:
         }
     )
     return Workload(
-        name=path.name if path.is_dir() else path.stem,
+        name=legible(path.name if path.is_dir() else path.stem).replace("\n", " "),
         requests=requests,
         sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
         history=beside.get("history", ()),
@@ -129,8 +131,9 @@ def _row(file: Path, number: int, line: str) -> Request:
     where = f"{file}:{number}"
     try:
         data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise SpecError(f"{where}: not JSON: {error.msg}", hint="one JSON object a line") from error
+    except (ValueError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise SpecError(f"{where}: not JSON: {why}", hint="one JSON object a line") from error
     if not isinstance(data, dict):
         raise SpecError(
             f"{where}: not a JSON object",
@@ -144,6 +147,9 @@ def _row(file: Path, number: int, line: str) -> Request:
     blocks, size = data.get("block_ids"), data.get("block_size")
     if blocks is not None:
         _check_blocks(where, blocks, size, input_len)
+    for name in ("session", "parent", "model", "endpoint"):
+        if not isinstance(data.get(name), str | None):
+            raise SpecError(f"{where}: {name} must be text, not {json.dumps(data[name])[:60]}")
     prompt = data.get("prompt")
     if prompt is not None:
         _check_prompt(where, prompt, input_len)
@@ -165,8 +171,10 @@ def _number(where: str, data: dict[str, object], name: str) -> float:
 
 def _whole(where: str, data: dict[str, object], name: str, *, least: int) -> int:
     value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SpecError(f"{where}: {name} must be a whole number of tokens, at least {least}, not {json.dumps(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKENS:
+        raise SpecError(
+            f"{where}: {name} must be a whole number of tokens from {least} to {MOST_TOKENS:,}, not {json.dumps(value)}"
+        )
     return value
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.errors import FailureKind
+from tuner.outside import blotted
 
 TAIL_BYTES = 256 * 1024
+MARGIN = 4096
 TAIL_LINES = 20
 MOST_LINES = 6
 
@@ -74,6 +76,7 @@ _NOT_THE_CAUSE = re.compile(
     r"|EngineCore encountered an issue|EngineDeadError|^(?:\w+\.)*CancelledError"
 )
 _CORE_KILLED = re.compile(rf"Failed core proc\(s\): \{{.*: -{int(signal.SIGKILL)}\b")
+_CORE_VANISHED = re.compile(r"engine core exited unexpectedly")
 _PYDANTIC_TAIL = re.compile(r" \[type=\w+, input_value=.*$")
 
 
@@ -123,6 +126,9 @@ def diagnose(log: str, exit_code: int | None, *, otherwise: FailureKind = Failur
         telling = _with_what_follows(lines, _deepest_first(lines, causes)[0])
         kind = BAD_ARGUMENT if exit_code == 2 else otherwise  # argparse's exit code
         return Diagnosis(kind, in_one_line(telling), telling)
+    if _CORE_VANISHED.search(log):
+        message = "its engine core was gone without a word, as when the kernel kills it for memory (SIGKILL)"
+        return Diagnosis(otherwise, message, tail(lines), LESS_MEMORY)
     return Diagnosis(otherwise, f"ended with {describe_exit(exit_code)}", tail(lines))
 
 
@@ -147,11 +153,12 @@ def describe_exit(exit_code: int | None) -> str:
 
 
 def read_tail(path: Path, size: int = TAIL_BYTES) -> str:
-    """Return the end of a log file; nothing when there is none."""
+    """Return the end of a log file, without secrets; nothing when there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(path.stat().st_size - size, 0))
-            return file.read().decode(errors="replace")
+            # From a little before: of a secret that is cut in two, the second half would not be known.
+            file.seek(max(path.stat().st_size - size - MARGIN, 0))
+            return blotted(file.read().decode(errors="replace"))[-size:]
     except FileNotFoundError:
         return ""
 

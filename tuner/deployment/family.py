@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import psutil
 
@@ -60,6 +61,14 @@ class Family:
     def identities(self) -> list[tuple[int, float]]:
         """Return process id and start time of each member, for somebody else to remember."""
         return [(member.pid, born) for member in self.members() if (born := _create_time(member)) > 0]
+
+    def listens(self, port: int) -> bool:
+        """Whether a member is the one that listens on a port."""
+        return any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            for member in self.members()
+            for connection in _connections(member)
+        )
 
     def _has(self, process: psutil.Process) -> bool:
         if process in self._known:
@@ -119,6 +128,13 @@ def _create_time(process: psutil.Process) -> float:
         return float(process.create_time())
     except psutil.Error:
         return -math.inf
+
+
+def _connections(process: psutil.Process) -> list[Any]:
+    try:
+        return list(process.net_connections(kind="tcp"))
+    except psutil.Error:
+        return []
 
 
 def _process(pid: int) -> psutil.Process | None:

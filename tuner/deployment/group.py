@@ -14,6 +14,7 @@ from tuner.deployment.ports import Reservation
 from tuner.deployment.process import Server
 from tuner.deployment.stopping import Stopping, interrupts_held_back
 from tuner.errors import HostError
+from tuner.outside import blot_file
 from tuner.serving import Role
 
 READ_LOGS_EVERY = 2.0
@@ -92,6 +93,7 @@ class Group:
             stop_command=list(what.stop_command),
             directory=str(Path.cwd()),
             journal=None if self.journal is None else str(self.journal.absolute()),
+            log=str(what.log.absolute()),
         )
         stopping = Stopping(family, what.host, port, what.gpus, what.stop_command, self.patience)
         running = _Running(stopping)
@@ -154,6 +156,9 @@ class Group:
             stoppings = [running.stopping for running in self._running]
             with ThreadPoolExecutor(len(stoppings)) as pool:
                 left = list(pool.map(lambda stopping: stopping.end(interrupts), stoppings))
+            for running in self._running:
+                if running.server is not None:
+                    blot_file(running.server.log)
             for stopping, rest in zip(stoppings, left, strict=True):
                 self._settle(stopping, rest)
             if any(left):

@@ -5,7 +5,7 @@ server and told which family to watch before there is one. It reads a pipe whose
 When the pipe closes, or tune is no longer its parent, it ends what it still watches and then itself.
 
 One JSON object a line: {"watch": MARKER, "pid":, "create_time":, "members": [[pid, create_time], ...],
-"stop_command": [...], "directory":, "journal":} tells more about a family each time; {"release": MARKER} says
+"stop_command": [...], "directory":, "journal":, "log":} tells more about a family each time; {"release": MARKER} says
 that nothing is left of it.
 """
 
@@ -25,6 +25,7 @@ from typing import Any, Self
 from tuner.deployment import journal
 from tuner.deployment.family import Family
 from tuner.errors import HostError
+from tuner.outside import blot_file
 
 READY = b"ready\n"
 READY_DEADLINE = 30.0
@@ -119,6 +120,7 @@ class Ward:
     stop_command: list[str] | None = None
     directory: str | None = None
     journal: str | None = None
+    log: str | None = None
 
     def hear(self, message: dict[str, Any]) -> None:
         """Take in what tune tells about this family."""
@@ -128,13 +130,17 @@ class Ward:
         self.stop_command = message.get("stop_command", self.stop_command)
         self.directory = message.get("directory", self.directory)
         self.journal = message.get("journal", self.journal)
+        self.log = message.get("log", self.log)
 
     def end(self) -> None:
-        """End the family, write it down, and run its stop command."""
+        """End the family, write it down, and run its stop command; no secret stays in its log."""
         survivors = self.family.end(TERM_PATIENCE, kill_patience=KILL_PATIENCE)
+        if self.log is not None:
+            blot_file(Path(self.log))
         if self.journal is not None:
             pids = [process.pid for process in survivors]
-            journal.append(Path(self.journal), event="ended", marker=self.family.marker, by="guardian", left=pids)
+            with contextlib.suppress(OSError):  # a full disk keeps no container alive
+                journal.append(Path(self.journal), event="ended", marker=self.family.marker, by="guardian", left=pids)
         if self.stop_command:
             run_stop_command(self.stop_command, STOP_COMMAND_DEADLINE, self.directory)
 

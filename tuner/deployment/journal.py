@@ -16,17 +16,23 @@ def append(path: Path, **entry: Any) -> None:
 
 
 def unended(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of servers that started and were not seen to end, in order."""
+    """Yield the entries of servers that started and were not seen to end, in order.
+
+    What is no such entry is left out: the journal of a run that came from elsewhere may say anything.
+    """
     started: dict[str, dict[str, Any]] = {}
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:  # the last line of a host that lost power
+            event, marker = entry["event"], entry["marker"]
+        except (ValueError, KeyError, TypeError, RecursionError):  # or the last line of a host that lost power
             continue
-        if entry["event"] == "started":
-            started[entry["marker"]] = entry
+        if not isinstance(marker, str):
+            continue
+        if event == "started":
+            started[marker] = entry
         else:
-            started.pop(entry["marker"], None)
+            started.pop(marker, None)
     yield from started.values()

@@ -238,7 +238,7 @@ class LocalLauncher:
         )  # fmt: skip
         # Before prefillers and decoders it puts this key in place of the client's (tests/test_front_router.py).
         key = os.environ.get("VLLM_API_KEY")
-        settings = {"OPENAI_API_KEY": key} if key and "OPENAI_API_KEY" not in os.environ else {}
+        settings = {"OPENAI_API_KEY": key} if key else {}  # another key of that name is for somebody else
         return Start(FRONT, None, argv, settings, address, own, directory / "front.log")
 
     def _measuring(self, config: ServingConfig, role: Role) -> dict[str, Json]:

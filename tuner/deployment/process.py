@@ -12,20 +12,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from tuner.deployment import failures
 from tuner.deployment.family import MARKER, Family, exit_code
 from tuner.errors import FailureKind, HostError, ServerDied, StartError
+from tuner.outside import SECRET
 from tuner.serving import Role
 
 POLL = 0.2
 HEALTH_TIMEOUT = 2.0
 ALONE, FRONT = "the server", "the front"
-
-SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ class Server:
         """
         if not _is_healthy(self.host, self.port):
             return False
-        if is_ours and not _listens(family, self.port):
+        if is_ours and not family.listens(self.port):
             raise StartError(
                 FailureKind.PORT,
                 self._say(f"port {self.port}: another process answers there"),
@@ -157,8 +153,7 @@ def write_command(path: Path, argv: Sequence[str], settings: Mapping[str, str], 
     """Add a command line that starts the same program; a secret is left to the reader's environment."""
     words = ["env"]
     for name, value in sorted(settings.items()):
-        is_secret = any(word in name.upper() for word in SECRET_WORDS)
-        words.append(f'{name}="${name}"' if is_secret else f"{name}={shlex.quote(value)}")
+        words.append(f'{name}="${name}"' if SECRET.search(name) else f"{name}={shlex.quote(value)}")
     line = " ".join([*words, shlex.join(argv)])
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n" if title is None else f"# {title}\n{line}\n")
@@ -195,22 +190,6 @@ def _is_healthy(host: str, port: int) -> bool:
     except OSError:  # refused, timed out, reset
         return False
     return said.startswith(b"HTTP/") and said.split()[1:2] == [b"200"]
-
-
-def _listens(family: Family, port: int) -> bool:
-    """Whether a member of the family is the one that listens."""
-    return any(
-        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        for member in family.members()
-        for connection in _connections(member)
-    )
-
-
-def _connections(process: psutil.Process) -> list[Any]:
-    try:
-        return list(process.net_connections(kind="tcp"))
-    except psutil.Error:
-        return []
 
 
 def url_of(host: str, port: int) -> str:

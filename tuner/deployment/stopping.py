@@ -41,11 +41,14 @@ class Stopping:
     def end(self, interrupts: "Interrupts") -> tuple[str, ...]:
         """End the server and everything it started; return what is left, in words."""
         pids = {member.pid for member in self.family.members()}
+        # Somebody who was faster at the port keeps it: that is why this server did not start. A container's port is
+        # held by no process of ours.
+        is_port_ours = bool(self.stop_command) or self.family.listens(self.port)
         complaint = self._run_stop_command()
         survivors = self.family.end(self.patience, is_hurried=lambda: interrupts.has_come)
         left = [f"process {_name(member)} does not end" for member in survivors]
         left += [complaint] if complaint else []
-        left += self._what_is_held(pids)
+        left += self._what_is_held(pids, is_port_ours=is_port_ours)
         self._reap()
         return tuple(left)
 
@@ -57,11 +60,12 @@ class Stopping:
         # A container that ended by itself cannot be stopped once more.
         return f"{shlex.join(self.stop_command)}: {complaint}" if complaint and was_running else None
 
-    def _what_is_held(self, pids: set[int]) -> list[str]:
+    def _what_is_held(self, pids: set[int], *, is_port_ours: bool) -> list[str]:
         """Wait until port and GPUs are given back; return what is not."""
         left = []
         deadline = time.monotonic() + PORT_PATIENCE
-        while not (is_free := ports.is_free(self.host, self.port)) and time.monotonic() < deadline:
+        is_free = not is_port_ours
+        while not (is_free := is_free or ports.is_free(self.host, self.port)) and time.monotonic() < deadline:
             time.sleep(POLL)
         if not is_free and self.process is not None:
             left.append(f"something listens on port {self.port}")
@@ -108,8 +112,8 @@ def interrupts_held_back() -> Iterator[Interrupts]:
 def end_leftovers(path: Path) -> tuple[int, ...]:
     """End servers that a run's journal shows as started and not ended; return the pids found alive.
 
-    For the case that tune and its guardian were both killed. Only what carries the recorded marker or is the
-    recorded process, start time included, is touched.
+    For the case that tune and its guardian were both killed. Only what carries the recorded marker is touched, and
+    what belongs to such a process: a journal may come from elsewhere and name any process of this host.
 
     Raises:
         HostError: one of them does not end.
@@ -117,7 +121,8 @@ def end_leftovers(path: Path) -> tuple[int, ...]:
     found: list[int] = []
     for entry in journal.unended(path):
         family = Family(entry["marker"])
-        family.lead(entry["pid"], entry["create_time"])
+        if (pid := entry.get("pid")) in [member.pid for member in family.members()]:
+            family.lead(pid)
         found += [member.pid for member in family.members()]
         survivors = family.end(patience=10.0)
         if survivors:

@@ -10,10 +10,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from tuner import __version__, slo
+from tuner.outside import SECRET, legible
 from tuner.results import TrialResult
 from tuner.serving import Role, ServingConfig, to_config
 from tuner.slo import Slo
-from tuner.spec import SECRET, StudySpec
+from tuner.spec import StudySpec
 
 ENV_HEAD = "# Environment of the exported vLLM server; secrets (HF_TOKEN, VLLM_API_KEY) come from your shell.\n"
 
@@ -66,7 +67,7 @@ def provenance(result: TrialResult, spec: StudySpec, slos: Sequence[Slo], facts:
     ]
     lines += [f"SLO {_words(limit)}: {_state(limit, result)}" for limit in slos]
     lines += [f"{name}: {value}" for name, value in facts.items()]
-    return [" ".join(line.split()) for line in lines]
+    return [" ".join(legible(line).split()) for line in lines]
 
 
 def _words(limit: Slo) -> str:

@@ -105,7 +105,8 @@ def _of_group(
 def _put(out: Path, texts: Mapping[str, str], plugin: Path | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for file in (out / name for name in texts):
-        if file.exists() and not (file.is_file() and _is_ours(file)):
+        # A link that leads nowhere yet would be written through.
+        if file.is_symlink() or (file.exists() and not (file.is_file() and _is_ours(file))):
             raise SpecError(f"{file} is there and is no export of tune", hint="give another folder with -o")
     for name in ALL_FILES:
         if name not in texts and (out / name).is_file() and _is_ours(out / name):

@@ -248,6 +248,6 @@ def _front(config: ServingConfig, program: str | None) -> str:
     ]
     command = " ".join(said).replace(" --", " \\\n  --")
     # Before prefillers and decoders the front puts this key in place of the client's.
-    key = 'if [ -n "${VLLM_API_KEY-}" ]; then export OPENAI_API_KEY="${OPENAI_API_KEY-$VLLM_API_KEY}"; fi\n'
+    key = 'if [ -n "${VLLM_API_KEY-}" ]; then export OPENAI_API_KEY="$VLLM_API_KEY"; fi\n'
     about = key + UNGUARDED if config.topology.is_pd else ""
     return f'\ntold=\n{about}setsid {command} >"$here/logs/front.log" 2>&1 &'

@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote, urlsplit
 import httptools
 
 from tuner.replay.prompts import COMPLETIONS, PATHS
-from tuner.replay.stream import Completion, message_of
+from tuner.replay.stream import MOST_OF_AN_ERROR, Completion, message_of
 from tuner.replay.tape import Tape
 
 REFUSED, RESET, TIMEOUT, NO_SOCKET, BROKEN = "refused", "reset", "timeout", "no_socket", "broken"
@@ -30,7 +30,6 @@ REFUSED, RESET, TIMEOUT, NO_SOCKET, BROKEN = "refused", "reset", "timeout", "no_
 CONNECT_TIMEOUT = 30.0
 # vLLM closes idle connections after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); one that we would reuse then is lost.
 KEEP_ALIVE = 4.0
-MOST_OF_AN_ERROR = 64 * 1024
 BATCH = 64
 
 clock = time.perf_counter

@@ -50,7 +50,7 @@ async def scrape(urls: Sequence[str]) -> tuple[dict[str, float], ...]:
                     response.raise_for_status()
                     text = await response.text(errors="replace")
             except (aiohttp.ClientError, OSError) as failure:
-                log.warning("%s: no counters: %s", url, failure or type(failure).__name__)
+                log.warning("%s: no counters: %s", url, str(failure) or type(failure).__name__)
                 return ()
             found.append(read(text))
     return tuple(found)

@@ -14,9 +14,11 @@ import aiohttp
 import numpy as np
 
 from tuner.errors import FailureKind, InvalidReplay
+from tuner.outside import blotted
 from tuner.replay.client import finish
 from tuner.replay.connection import authorization
 from tuner.replay.prompts import ordinary_tokens
+from tuner.replay.stream import LONGEST_MESSAGE, MOST_OF_AN_ERROR
 from tuner.seams import Member
 from tuner.serving import Json, Role
 
@@ -93,8 +95,8 @@ async def _ask(http: aiohttp.ClientSession, member: Member, body: dict[str, Any]
                 if len(body_read) > MOST_BYTES:
                     raise ValueError(f"more than {MOST_BYTES} bytes")
             return json.loads(body_read)
-        head = await answer.content.read(300)
-        words = " ".join(head.decode(errors="replace").split())
+        head = await answer.content.read(MOST_OF_AN_ERROR)
+        words = blotted(" ".join(head.decode(errors="replace").split()))[:LONGEST_MESSAGE]
         raise _RefusedError(f"the {member.role} answers {answer.status}: {words}")
 
 

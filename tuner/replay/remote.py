@@ -15,7 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tuner.errors import HostError, SpecError
+from tuner.outside import WITH_PASSWORD, blotted
 from tuner.replay.connection import authorization
+from tuner.replay.stream import LONGEST_MESSAGE, MOST_OF_AN_ERROR
 from tuner.serving import Json
 
 DEADLINE = 10.0
@@ -39,6 +41,11 @@ def base_of(url: str) -> str:
     Raises:
         SpecError: not a URL that requests can go to.
     """
+    if WITH_PASSWORD.search(url):
+        raise SpecError(
+            "--url: it has a user in it, and whoever lists processes reads it",
+            hint="leave it out; a key goes into VLLM_API_KEY or OPENAI_API_KEY",
+        )
     base = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(base)
@@ -103,7 +110,7 @@ def ask(url: str, body: Mapping[str, Json] | None = None, *, deadline: float = D
     except urllib.error.HTTPError as error:
         said = ""
         with suppress(OSError, http.client.HTTPException):  # it broke off in the middle of its error
-            said = " ".join(error.read(300).decode(errors="replace").split())
+            said = blotted(" ".join(error.read(MOST_OF_AN_ERROR).decode(errors="replace").split()))[:LONGEST_MESSAGE]
         hint = "set VLLM_API_KEY or OPENAI_API_KEY" if error.code in {401, 403} else None
         raise HostError(f"{url}: the server answers {error.code}: {said}", hint=hint) from error
     except (OSError, http.client.HTTPException) as error:

@@ -57,6 +57,7 @@ def warm_up(
     extra_body: ExtraBody | None = None,
     scale: Scale = PLAIN,
     check_alive: CheckAlive = _nothing,
+    drain_timeout: float = WARM_UP_DRAIN,
 ) -> None:
     """Send made-up requests like the workload's for `duration` seconds and wait for their answers.
 
@@ -64,7 +65,10 @@ def warm_up(
     """
     rows = warm_up_rows(workload, duration=duration, seed=seed)
     prompts = Prompts(f"warm-up {seed}", vocab_size)
-    job = _job(Target(url, endpoint), model, prompts, schedule(rows), extra_body=extra_body, scale=scale)
+    job = _job(
+        Target(url, endpoint), model, prompts, schedule(rows), extra_body=extra_body, scale=scale,
+        drain_timeout=drain_timeout,
+    )  # fmt: skip
     _alone(job(), _Watch(check_alive, _nothing, len(rows)))
 
 
@@ -111,7 +115,7 @@ def warm_prefix(
         kinds = ", ".join(sorted(failed))
         raise InvalidReplay(
             FailureKind.NOTHING_COMPLETED, f"the prefix cache could not be warmed with the workload's history: {kinds}",
-            hint=next(filter(None, failed.values()), None),
+            hint=_repeatable(next(filter(None, failed.values()), None), rows),
         )  # fmt: skip
     return sum(row.input_len for row in rows)
 
@@ -185,7 +189,7 @@ def replay(
         heartbeat_lag=tuple(all_seen.heartbeat_lag),
         client=_facts(all_seen, parts),
         server={**comparison.numbers, **transfer.numbers(all_seen.records, tallies)},
-        notes=(*_failure_notes(all_seen), *why, *comparison.notes),
+        notes=(*_failure_notes(all_seen, plan.rows), *why, *comparison.notes),
         tallies=tallies,
     )
 
@@ -304,11 +308,18 @@ def _facts(seen: Seen, parts: Sequence[Seen]) -> dict[str, float]:
     return found
 
 
-def _failure_notes(seen: Seen) -> Iterator[str]:
+def _failure_notes(seen: Seen, rows: Sequence[Request]) -> Iterator[str]:
     records = seen.records
     kinds, counts = np.unique(records.error[~records.is_completed], return_counts=True)
     for kind, n in zip(kinds, counts, strict=True):
-        said = seen.messages.get(str(kind))
+        said = _repeatable(seen.messages.get(str(kind)), rows)
         yield f"{n} of {len(records)} requests failed: {kind}" + (f": {said}" if said else "")
     if not seen.enough_files:
         yield f"fewer than {len(records)} files may be open at once (ulimit -n)"
+
+
+def _repeatable(said: str | None, rows: Sequence[Request]) -> str | None:
+    """Return what a server said unless it may hold a recorded prompt: vLLM quotes what it refuses."""
+    if said and any(row.prompt is not None for row in rows):
+        return "what was said is not repeated: it may hold a prompt of the workload"
+    return said

@@ -11,10 +11,13 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from operator import gt, sub
 
+from tuner.outside import blotted
+
 IN_BAND_ERROR, MALFORMED, MISCOUNTED, NO_DONE, EMPTY, SHORT, LONG = (
     "in_band_error", "malformed", "miscounted", "no_done", "empty", "short", "long")  # fmt: skip
 
 MOST_OF_AN_EVENT = 8 << 20
+MOST_OF_AN_ERROR, LONGEST_MESSAGE = 64 * 1024, 300
 
 # Inside a JSON string quotes are escaped, so these cannot match in generated text.
 _COUNT = b'"completion_tokens":'
@@ -196,11 +199,12 @@ class Completion:
             event = json.loads(data)
             error, has_text = event.get("error"), any(_text(choice) for choice in event.get("choices") or ())
         except (ValueError, AttributeError, TypeError, RecursionError):
-            self.error, self.message = self.error or MALFORMED, data[:200].decode(errors="replace")
+            self.error, self.message = self.error or MALFORMED, blotted(data.decode(errors="replace"))[:200]
             return
         if error is not None:
             self.error = self.error or IN_BAND_ERROR
-            self.message = str(error.get("message", error) if isinstance(error, dict) else error)
+            said = str(error.get("message", error) if isinstance(error, dict) else error)
+            self.message = blotted(said)[:LONGEST_MESSAGE]
         elif has_text:
             self.times.append(now)
             self.tokens.append(math.nan)
@@ -218,6 +222,7 @@ def message_of(body: bytes) -> str:
     try:
         said = json.loads(body)
         error = said.get("error", said)
-        return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
-    except (ValueError, AttributeError):
-        return body[:300].decode(errors="replace")
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError, RecursionError):
+        text = body.decode(errors="replace")
+    return blotted(text)[:LONGEST_MESSAGE]

@@ -202,7 +202,7 @@ def trial_table(spec: StudySpec, results: Sequence[TrialResult]) -> list[TrialRo
 
 def _marks(result: TrialResult, best: TrialResult | None, on_front: set[int]) -> tuple[str, ...]:
     marks = ["front"] * (result.number in on_front) + ["recommended"] * (result is best)
-    return (*marks, result.label) if result.label else tuple(marks)
+    return (*marks, plain(result.label)) if result.label else tuple(marks)
 
 
 def render_trials(
