@@ -117,7 +117,9 @@ class server:  # noqa: N801 (reads as a context)
             "PATH": "/usr/bin:/bin",
         }
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen(self.argv, stdout=out, stderr=out, env=env, start_new_session=True)
+            self.process = subprocess.Popen(
+                self.argv, stdout=out, stderr=out, env=env, cwd=self.log.parent, start_new_session=True
+            )
         wait_for(lambda: answers(f"http://127.0.0.1:{self.port}/health"), 90, self.log.read_text)
 
     def __exit__(self, *_: object) -> None:

@@ -152,7 +152,7 @@ def tags(result: TrialResult, default: TrialResult | None) -> dict[str, str]:
     """Return the tags of a trial that later trials do not change."""
     own = {
         "mlflow.runName": run_name(result, default),
-        "tune.role": result.label or "candidate",
+        "tune.role": plain(result.label) or "candidate",
         "tune.outcome": outcome(result),
         "tune.slo": {True: "met", False: "missed", None: "none"}[result.slos_met],
         "tune.configuration": configuration(result, default),
@@ -341,8 +341,3 @@ def config_yaml(result: TrialResult, role: Role) -> str:
 def stamp(seconds: float) -> int:
     """Return MLflow's milliseconds since the epoch."""
     return round(seconds * 1e3)
-
-
-def without_secret(uri: str) -> str:
-    """Return an address without the user and password it may carry."""
-    return re.sub(r"//[^/@]*@", "//", uri)

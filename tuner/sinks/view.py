@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from tuner.outside import without_secret
 from tuner.results import TrialResult
 from tuner.sinks import pages
 from tuner.sinks.topologies import TRANSFER
@@ -85,8 +86,8 @@ def review_url(base: str, experiment_id: str, view_key: str) -> str:
 def open_ui_hint(tracking_uri: str, url: str | None, program: str = "mlflow") -> str:
     """Return what to type to open the UI on this store, and the address to look at."""
     if tracking_uri.startswith("http"):
-        return url or pages.without_secret(tracking_uri)
+        return url or without_secret(tracking_uri)
     lines = [] if pages.has_ui() else ["pip install 'vllm-slo-tuner[ui]'"]
-    command = f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
+    command = f"{program} ui --backend-store-uri {shlex.quote(without_secret(tracking_uri))}"
     lines.append(f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {command}")  # without it: 11 processes, 2.6 GB
     return "\n".join(lines + ([url] if url else []))
