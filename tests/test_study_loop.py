@@ -14,7 +14,7 @@ from tuner.seams import Evaluation, Progress
 from tuner.serving import Json, ServingConfig
 from tuner.sinks.runfolder import RunFolder
 from tuner.slo import Slo
-from tuner.study import store
+from tuner.study import storage, store
 from tuner.study.loop import NOT_MEASURED, Study
 
 HOST: dict[str, Json] = {"max_num_batched_tokens": 2048, "max_num_seqs": 128, "max_model_len": 4096,
@@ -57,7 +57,11 @@ def open_study(folder: Path, model: Model, text: str = TEXT, baseline: ServingCo
     spec = specs.parse(text, "s.yaml")
     run = RunFolder(folder)
     folder.mkdir(exist_ok=True)
-    return Study(spec, store.open_study(run.storage, spec), run, model, (), HOST, baseline)
+    return Study(spec, optuna_study(run), run, model, (), HOST, baseline)
+
+
+def optuna_study(run: RunFolder) -> optuna.Study:
+    return store.open_study(storage.open_storage(run.storage), "s")
 
 
 def by_label(results: Sequence[TrialResult], label: str) -> TrialResult:
@@ -238,7 +242,7 @@ def test_a_result_on_disk_is_told_not_measured_again(tmp_path: Path) -> None:
 
     open_study(tmp_path / "r", Model()).run()
 
-    assert store.open_study(run.storage, study.spec).trials[trial.number].state == optuna.trial.TrialState.COMPLETE
+    assert optuna_study(run).trials[trial.number].state == optuna.trial.TrialState.COMPLETE
 
 
 def test_each_topology_gets_a_first_trial(tmp_path: Path) -> None:

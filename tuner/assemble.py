@@ -1,8 +1,8 @@
 """The switchboard: the only place that picks implementations and joins the rooms into what a verb does."""
 
-import hashlib
 import io
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from tuner import export as exporting
-from tuner import measure, units
+from tuner import measure, origin, units
 from tuner import plan as plans
 from tuner import spec as specs
 from tuner import workload as workloads
@@ -24,21 +24,26 @@ from tuner.deployment.program import as_typed
 from tuner.deployment.stopping import end_leftovers
 from tuner.errors import ExitCode, HostError, Interrupted, SpecError
 from tuner.evaluate import LiveEvaluator
+from tuner.origin import Address, Origin
+from tuner.outside import without_secret
 from tuner.plan import Plan
-from tuner.results import TrialResult, config_from_json, config_to_json, front, limits
+from tuner.results import TrialResult, front, limits
 from tuner.seams import Measurement, Sink
 from tuner.serving import Json
-from tuner.sinks import replayed
+from tuner.sinks import aside, replayed
 from tuner.sinks import verdict as words
 from tuner.sinks.bench import to_bench
 from tuner.sinks.console import ConsoleSink
 from tuner.sinks.runfolder import RunFolder, make_folder, write_atomically, write_json
 from tuner.sinks.ticker import Ticker
 from tuner.sinks.topologies import is_on_cpu
-from tuner.spec import Budget, StudySpec
-from tuner.study import store
+from tuner.spec import StudySpec
+from tuner.study import storage, store
 from tuner.study.loop import Study
+from tuner.workload import Workload
 
+SYNCING = 1800.0  # seconds that `show --sync` may take, as long as MLflow gets on
+STORAGE, MLFLOW = "TUNE_STORAGE", "TUNE_MLFLOW"  # an address with a password need not stand in a process list
 NIXL_PLUGIN = Path(__file__).resolve().parent / "inside_vllm" / "nixl_idle"
 
 
@@ -52,71 +57,101 @@ class Where:
 
 
 def run(plan: Plan, where: Where) -> int:
-    """Run a study in a new run folder; return the exit code."""
+    """Run a study in a new run folder; return the exit code.
+
+    Raises:
+        HostError: the Optuna storage does not answer, or has such a study of another run.
+    """
+    where = Where(where.runs, where.mlflow or os.environ.get(MLFLOW), where.storage or os.environ.get(STORAGE))
+    if where.storage is not None:
+        storage.close(storage.open_storage(where.storage))  # a mistake here leaves no run folder behind
     folder = RunFolder.create(where.runs, plan.spec)
+    rows = folder.keep_rows(plan.workload)
     shutil.copyfile(plan.source, folder.path / "study-as-written.yaml")
-    write_atomically(folder.path / "workload" / "workload.jsonl", workloads.to_jsonl(plan.workload.requests))
-    write_json(
-        folder.path / "plan.json",
-        {
-            "source": str(plan.source),
-            "baseline": plan.baseline and config_to_json(plan.baseline),
-            "workload": {
-                "name": plan.workload.name,
-                "sha256": plan.workload.sha256,
-                "transforms": list(plan.workload.transforms),
-            },
-            "vllm_version": plan.vllm and plan.vllm.version,
-            "host": dict(plan.host),
-            "study": _digest(folder.spec),
-        },
-    )
+    begun = Origin(
+        uid=origin.new_uid(), study_name=folder.path.name, study=origin.digest_of_study(folder.spec),
+        source=str(plan.source), baseline=plan.baseline, workload=origin.facts_of(plan.workload), rows=rows,
+        vllm_version=plan.vllm.version if plan.vllm else None, host=plan.host,
+        storage=Address.of(where.storage and storage.absolute(where.storage)),
+        mlflow=Address.of(where.mlflow),
+    )  # fmt: skip
+    write_json(folder.path / "plan.json", origin.to_json(begun))
     with folder.locked():
-        return _conduct(plan, folder, where)
-
-
-def _digest(spec: StudySpec) -> str:
-    """Return what identifies a study whose budget may still be extended."""
-    fixed = spec.model_copy(update={"budget": Budget(trials=1)})
-    return hashlib.sha256(specs.dump(fixed).encode()).hexdigest()
+        return _conduct(plan, folder, begun, where)
 
 
 def resume(path: Path, where: Where, budget: Mapping[str, Any]) -> int:
     """Continue a run folder; return the exit code.
 
     Raises:
-        SpecError: not a run folder.
-        HostError: another vLLM than the run began with.
+        SpecError: not a run folder, or its study or workload was changed.
+        HostError: another vLLM than the run began with, or another tune is at work.
     """
     folder = RunFolder.open(path)
     with folder.locked():
-        spec = specs.load(folder.path / "study.yaml", budget)
-        facts = _facts(folder)
-        if facts["study"] != _digest(spec):
+        spec, begun = specs.load(folder.path / "study.yaml", budget), folder.origin
+        if begun.study != origin.digest_of_study(spec):
             raise SpecError(
                 f"{folder.path / 'study.yaml'} was changed since the run began: its results would mix two studies",
                 hint=f"start a new run: {as_typed('tune')} run {shlex.quote(str(folder.path / 'study.yaml'))}",
             )
+        where = _remembered(begun, where)
+        workload = _workload(folder, begun)
         if budget:
             write_atomically(folder.path / "study.yaml", specs.dump(spec))
-        return _continue(folder, spec, facts, where)
+        return _continue(folder, spec, begun, workload, where)
 
 
-def _continue(folder: RunFolder, spec: StudySpec, facts: Any, where: Where) -> int:
-    rows = workloads.load(folder.path / "workload" / "workload.jsonl")
-    known = facts["workload"]
-    workload = replace(rows, name=known["name"], sha256=known["sha256"], transforms=tuple(known["transforms"]))
+def _remembered(begun: Origin, where: Where) -> Where:
+    """Return where results go: as is said now, else as it was when the run began, a password from the environment."""
+    kept, mlflow = where.storage or begun.storage.text, where.mlflow or begun.mlflow.text
+    if where.storage is None and begun.storage.lacks_password and not (kept := os.environ.get(STORAGE)):
+        raise SpecError(
+            f"this run's Optuna storage is {begun.storage.text}, whose password was not written down",
+            hint=f"give --storage again, or set {STORAGE}",
+        )
+    if where.mlflow is None and begun.mlflow.lacks_password and not (mlflow := os.environ.get(MLFLOW)):
+        mlflow = begun.mlflow.text
+        _say(f"the password for MLflow at {mlflow} was not written down: if it asks, give --mlflow again, "
+             f"or set {MLFLOW}")  # fmt: skip
+    return replace(where, storage=kept, mlflow=mlflow)
+
+
+def _workload(folder: RunFolder, begun: Origin) -> Workload:
+    """Return the rows that the run began with.
+
+    Raises:
+        SpecError: the run folder's copy of them was changed.
+    """
+    if folder.digest_of_rows() != begun.rows:
+        raise SpecError(
+            f"{folder.path / 'workload'}: was changed since the run began: its results would mix two workloads",
+            hint="put it back as it was, or start a new run",
+        )
+    known = begun.workload
+    rows = workloads.load(folder.path / "workload")
+    return replace(rows, name=known["name"], sha256=known["sha256"], transforms=tuple(known["transforms"]))
+
+
+def _continue(folder: RunFolder, spec: StudySpec, begun: Origin, workload: Workload, where: Where) -> int:
     found = plans.check(spec, folder.path / "study.yaml", workload, None)
-    base = facts["baseline"] and config_from_json(facts["baseline"])
     version = found.vllm and found.vllm.version
-    if facts["vllm_version"] and version != facts["vllm_version"]:
+    if begun.vllm_version and version != begun.vllm_version:
         raise HostError(
-            f"{folder.path} was begun with vLLM {facts['vllm_version']}, here is {version}: their numbers do not mix",
-            hint="start a new run",
+            f"{folder.path} was begun with vLLM {begun.vllm_version}, here is {version}: their numbers do not mix",
+            hint=f"start a new run, or go on where vLLM {begun.vllm_version} is",
+        )
+    if moved := [name for name, value in begun.host.items() if found.host.get(name, value) != value]:
+        told = ", ".join(f"{name} {begun.host[name]}, here {found.host[name]}" for name in moved)
+        raise HostError(
+            f"{folder.path} was begun where vLLM's defaults are others ({told}): their numbers do not mix",
+            hint="go on where it was begun, or start a new run",
         )
     for pid in end_leftovers(folder.path / "processes.jsonl"):
         _say(f"ended process {pid}, left over from the interrupted run")
-    return _conduct(replace(found, baseline=base), folder, where)
+    for file in folder.set_damaged_aside():
+        _say(f"{file}: damaged; kept as {file.name}.damaged, and its trial is measured again")
+    return _conduct(replace(found, baseline=begun.baseline), folder, begun, where)
 
 
 def _measuring(plan: Plan) -> dict[str, Json]:
@@ -133,18 +168,7 @@ def _plugin(plan: Plan) -> Path | None:
     return NIXL_PLUGIN if plan.vllm is not None and plan.vllm.platform == "cpu" else None
 
 
-def _facts(folder: RunFolder) -> Any:
-    file = folder.path / "plan.json"
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        return {name: facts[name] for name in ("workload", "baseline", "vllm_version", "study")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SpecError(
-            f"{file}: cannot be read: {error}", hint="this run cannot be continued; start a new one"
-        ) from error
-
-
-def _conduct(plan: Plan, folder: RunFolder, where: Where) -> int:
+def _conduct(plan: Plan, folder: RunFolder, begun: Origin, where: Where) -> int:
     for note in plan.notes:
         _say(note)
     spec = plan.spec
@@ -155,16 +179,20 @@ def _conduct(plan: Plan, folder: RunFolder, where: Where) -> int:
         plugin=_plugin(plan),
     )  # fmt: skip
     evaluator = LiveEvaluator(launcher, spec, plan.workload, plan.vocab_size)
-    optuna_study = store.open_study(where.storage or folder.storage, spec)
-    mirror = _mirror(plan, folder, where, str(optuna_study.user_attrs["uid"]))
+    mirror = _mirror(folder, spec, begun, plan.workload, where)
     sinks: list[Sink] = [ConsoleSink(), *([mirror] if mirror else [])]
-    version = plan.vllm.version if plan.vllm else None
-    study = Study(spec, optuna_study, folder, evaluator, sinks, plan.host, plan.baseline, version)
+    url, shared = where.storage or folder.storage, where.storage is not None
     _say(f"run folder {folder.path}; continue it after an interruption with: {_resuming(folder)}")
     try:
-        results = study.run()
-    except Interrupted as error:
-        raise Interrupted(error.message, hint=f"continue with: {_resuming(folder)}") from None
+        with store.opened(begun.study_name, begun.uid, url, _say, shared=shared) as (study, check_writer):
+            results = Study(
+                spec, study, folder, evaluator, sinks, plan.host, plan.baseline, begun.vllm_version, check_writer
+            ).run()
+    except HostError as error:
+        raise HostError(error.message, hint=error.hint or f"continue with: {_resuming(folder)}") from error
+    except (Interrupted, KeyboardInterrupt):
+        said = "interrupted; everything measured so far is kept"
+        raise Interrupted(said, hint=f"continue with: {_resuming(folder)}") from None
     with suppress(BrokenPipeError):  # whoever read has gone; the exit code still says how it ended
         print(_closing(spec, results, folder, mirror), end="", flush=True)
     return _exit_code(spec, results)
@@ -178,22 +206,61 @@ def _say(text: str) -> None:
     print(f"tune: {text}", file=sys.stderr, flush=True)
 
 
-def _mirror(plan: Plan, folder: RunFolder, where: Where, uid: str) -> Any:
+def _mirror(folder: RunFolder, spec: StudySpec, begun: Origin, workload: Workload, where: Where) -> Any:
+    """Return MLflow as a sink that cannot hold the study up, None without MLflow."""
     if where.mlflow == "off":
         return None
+    pace = aside.Pace()
+    published = _mlflow(folder, spec, begun, workload, where.mlflow, surrounding=pace.call)
+    return aside.Aside(published, pace, _say, _syncing(folder))
+
+
+def _mlflow(
+    folder: RunFolder, spec: StudySpec, begun: Origin, workload: Workload, address: str | None, **more: Any
+) -> Any:
     from tuner.sinks import mlflow, pages  # noqa: PLC0415 (two seconds and 80 MB, only when asked for)
 
-    uri, artifacts = (where.mlflow, None) if where.mlflow else mlflow.embedded(folder.path.parent)
+    uri, artifacts = (address, None) if address else mlflow.embedded(folder.path.parent)
     return mlflow.MlflowSink(
         tracking_uri=uri,
         artifact_root=artifacts,
-        study_uid=uid,
+        study_uid=begun.uid,
         run_folder=folder.path,
-        workload=pages.WorkloadFacts.of(plan.workload),
-        experiment=f"{pages.short_model(plan.spec.model)} on {plan.workload.name}",
-        vllm_version=plan.vllm.version if plan.vllm else None,
+        workload=pages.WorkloadFacts.of(workload),
+        experiment=f"{pages.short_model(spec.model)} on {workload.name}",
+        vllm_version=begun.vllm_version,
         warn=_say,
+        **more,
     )
+
+
+def sync(path: Path, where: Where) -> str:
+    """Bring MLflow to what a run folder says; return what to tell the user.
+
+    Raises:
+        SpecError: not a run folder, or its run keeps no MLflow.
+        HostError: another tune is at work there, or MLflow cannot be used.
+    """
+    folder = RunFolder.open(path)
+    with folder.locked():
+        spec, begun, results = folder.spec, folder.origin, folder.read_all()
+        where = _remembered(begun, replace(where, storage=folder.storage))
+        if where.mlflow == "off":
+            raise SpecError(f"{path}: was begun with --mlflow off", hint="say where: --mlflow URI")
+        if where.mlflow:
+            _say(f"sending {folder.path} to MLflow at {without_secret(where.mlflow)}")
+        pace = aside.Pace()
+        published = _mlflow(folder, spec, begun, _workload(folder, begun), where.mlflow, surrounding=pace.call)
+        mirror = aside.Aside(published, pace, _say, _syncing(folder), SYNCING)
+        mirror.study_started(spec, results)
+        mirror.study_ended(results)
+    if not mirror.synced:
+        raise HostError("MLflow is not up to date", hint=f"try again: {_syncing(folder)}")
+    return f"MLflow has all {len(results)} trials of {folder.path}\n{mirror.hint(as_typed('mlflow'))}\n"
+
+
+def _syncing(folder: RunFolder) -> str:
+    return f"{as_typed('tune')} show --sync {shlex.quote(str(folder.path))}"
 
 
 def _exit_code(spec: StudySpec, results: Sequence[TrialResult]) -> int:
@@ -212,7 +279,7 @@ def _closing(spec: StudySpec, results: Sequence[TrialResult], folder: RunFolder,
     commands.append(f"{as_typed('tune')} show {shlex.quote(str(folder.path))}")
     if mirror is not None:
         commands += mirror.hint(as_typed("mlflow")).splitlines()
-        parts += [] if mirror.synced else [f"MLflow lacks a part of this run; {_resuming(folder)} sends it."]
+        parts += [] if mirror.synced else [f"MLflow lacks a part of this run; {_syncing(folder)} sends it."]
     return "\n".join([*parts, "Next:", *(f"  {command}" for command in commands)]) + "\n"
 
 
@@ -314,7 +381,7 @@ def export_run(target: Path, out: Path | None, pick: str) -> str:
 def _export(
     chosen: TrialResult, spec: StudySpec, results: Sequence[TrialResult], folder: RunFolder, out: Path
 ) -> exporting.Exported:
-    workload = _facts(folder)["workload"]
+    workload = folder.origin.workload
     facts = {
         "Workload": f"{workload['name']}, sha256 {workload['sha256']}"
         + "".join(f"; {t}" for t in workload["transforms"]),

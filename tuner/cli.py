@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
@@ -49,11 +50,13 @@ def _guarded(verb: Callable[P, int]) -> Callable[P, None]:
         try:
             code = verb(*args, **kwargs)
         except TunerError as error:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             print(f"tune: {error.message}", file=sys.stderr)
             if error.hint:
                 print(f"      {error.hint}", file=sys.stderr)
             code = error.exit_code
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             print("tune: interrupted", file=sys.stderr)
             code = ExitCode.INTERRUPTED
         except OSError as error:
@@ -61,6 +64,9 @@ def _guarded(verb: Callable[P, int]) -> Callable[P, None]:
                 raise
             sys.stdout = io.StringIO()  # nothing more can be said there
             code = ExitCode.OK if error.errno == errno.EPIPE else ExitCode.HOST
+            if code != ExitCode.OK:
+                with suppress(OSError):
+                    print(f"tune: {error.strerror}", file=sys.stderr)
         raise typer.Exit(code)
 
     return run
@@ -138,12 +144,18 @@ def run(  # noqa: PLR0917 (one parameter a flag)
     mlflow: Annotated[
         str | None,
         typer.Option(
-            "--mlflow", help='MLflow tracking URI, or "off". Default: a store in the runs folder.', metavar="URI"
+            "--mlflow",
+            metavar="URI",
+            help='MLflow tracking URI, or "off". Default: TUNE_MLFLOW, else a store in the runs folder.',
         ),
     ] = None,
     storage: Annotated[
         str | None,
-        typer.Option("--storage", help="Optuna storage URL. Default: SQLite in the run folder.", metavar="URL"),
+        typer.Option(
+            "--storage",
+            metavar="URL",
+            help="Optuna storage: a URL, or a journal file. Default: TUNE_STORAGE, else SQLite in the run folder.",
+        ),
     ] = None,
 ) -> int:
     """Tune: replay a workload against vLLM configurations and find the one that keeps the SLO."""
@@ -158,7 +170,7 @@ def run(  # noqa: PLR0917 (one parameter a flag)
             overrides[path] = value
     where = assemble.Where(runs=runs, mlflow=mlflow, storage=storage)
     if resume is not None:
-        _refuse_with_resume(study, overrides, baseline)
+        _refuse_with_resume(study, overrides, baseline, dry_run=dry_run)
         return assemble.resume(resume, where, overrides)
     found = plan.make(study, overrides, baseline, may_lack_vllm=dry_run)
     if dry_run:
@@ -243,10 +255,20 @@ def replay(  # noqa: PLR0917 (one parameter a flag)
 @_guarded
 def show(
     target: Annotated[Path, typer.Argument(help="A run folder, or a workload's.", metavar="RUN|WORKLOAD")],
+    sync: Annotated[  # noqa: FBT002 (a flag)
+        bool, typer.Option("--sync", help="Send to MLflow what it lacks of a run.")
+    ] = False,
+    mlflow: Annotated[
+        str | None,
+        typer.Option("--mlflow", help="With --sync: where to, if not as begun.", metavar="URI"),
+    ] = None,
 ) -> int:
     """Show a run's trials, front and verdict, or a workload's shape."""
     from tuner import assemble  # noqa: PLC0415
 
+    if sync:
+        print(assemble.sync(target, assemble.Where(mlflow=mlflow)), end="")
+        return ExitCode.OK
     print(assemble.show(target), end="")
     return ExitCode.OK
 
@@ -299,11 +321,13 @@ def _overrides(slo: list[str] | None, set_: list[str] | None, gpus: str | None) 
 def _yaml_value(text: str, value: str) -> Any:
     try:
         return YAML(typ="safe").load(value)
-    except YAMLError as error:
-        raise SpecError(f"--set {text}: not a YAML value") from error
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise SpecError(f"--set {text.partition('=')[0]}: not a YAML value") from error
 
 
-def _refuse_with_resume(study: str | None, overrides: dict[str, Any], baseline: str | None) -> None:
+def _refuse_with_resume(study: str | None, overrides: dict[str, Any], baseline: str | None, *, dry_run: bool) -> None:
+    if dry_run:
+        raise SpecError("--dry-run goes with a new run", hint="tune show RUN tells what a run has measured")
     if study or baseline or set(overrides) - {"budget.trials", "budget.time"}:
         raise SpecError("--resume continues a run as it was begun; it takes no other study, flags or baseline",
                         hint="start a new run for a changed study")  # fmt: skip

@@ -6,11 +6,13 @@ configuration is a complete trial that violates every constraint (samplers ignor
 crash), any other fault is a FAIL whose parameters are queued again.
 """
 
+import errno
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import optuna
@@ -31,6 +33,8 @@ NOT_MEASURED = 10.0  # the excess of an SLO that could not be measured
 REPEATS_BEFORE_DRAW = 4
 LOST_IN_A_ROW = 6
 DRAWS = 400
+# Of a disk, not of a configuration.
+STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES, errno.ENOENT}
 DEFAULT, BASELINE = "default", "baseline"
 
 
@@ -47,6 +51,7 @@ class Study:
         host: what vLLM resolves its defaults to on this host.
         baseline: the user's present configuration, or None.
         vllm_version: recorded with each result.
+        check_writer: raises HostError when somebody else has taken over the storage.
     """
 
     spec: StudySpec
@@ -57,12 +62,8 @@ class Study:
     host: Mapping[str, Json] = field(default_factory=dict)
     baseline: ServingConfig | None = None
     vllm_version: str | None = None
+    check_writer: Callable[[], None] = lambda: None
     results: list[TrialResult] = field(default_factory=list)
-
-    @property
-    def uid(self) -> str:
-        """An identity that survives renaming of the run folder."""
-        return str(self.optuna.user_attrs["uid"])
 
     def phase(self, name: str, *, expected: float | None = None) -> None:
         """Pass a trial's phase on to whoever is watching."""
@@ -77,41 +78,51 @@ class Study:
             SpecError: vLLM refused its own default, or a relative SLO has nothing to refer to.
             HostError: a clean-up could not be proven.
         """
+        self.check_writer()
         self.results = self.archive.read_all()
         store.refuse_if_shorter(self.optuna, self.results)
         store.heal(self.optuna, self.archive.read, self._tell)
-        self._check_default()
+        self._check_default(is_lost_for_good=False)
         for sink in self.sinks:
             sink.study_started(self.spec, self.results)
-        self._enqueue_baselines()
-        self._enqueue_topologies()
         try:
             started = time.monotonic()
-            while self._budget_left(time.monotonic() - started) and self._have_point():
+            while self._budget_left(time.monotonic() - started):
+                self._queue_first_trials()
+                if not self._have_point():
+                    break
                 self._one_trial()
         except KeyboardInterrupt:
-            raise Interrupted("interrupted; everything measured so far is kept") from None
+            raise Interrupted("interrupted") from None
         finally:
             for sink in self.sinks:
                 sink.study_ended(self.results)
         return self.results
 
-    def _enqueue_baselines(self) -> None:
-        """Trial 0 is vLLM's default, trial 1 what the user runs now; both may lie outside the space."""
-        configs = {DEFAULT: space.default_config(self.spec), BASELINE: self.baseline}
-        for label, config in configs.items():
-            settled = any(r.label == label and _settled(r) for r in self.results)
-            if config is None or settled or self._is_queued(label):
-                continue
-            inside = space.parameters_of(config, self.spec, self.host)
-            self.optuna.enqueue_trial(dict(inside or {}), user_attrs={"label": label})
+    def _queue_first_trials(self) -> None:
+        """Queue what goes before anything searched, one at a time, so that a retry comes before the next.
 
-    def _enqueue_topologies(self) -> None:
-        """Give each topology a first trial: as it is without what is searched, or where that lies outside, any.
-
-        A topology that is met late, or once with unlucky arguments, would be judged by that.
+        Trial 0 is vLLM's default, trial 1 what the user runs now; both may lie outside the space. Then each
+        topology gets a first trial: as it is without what is searched, or where that lies outside, any. A topology
+        that is met late, or once with unlucky arguments, would be judged by that.
         """
-        trials, budget = self.optuna.get_trials(deepcopy=False), self.spec.budget.trials
+        trials = self.optuna.get_trials(deepcopy=False)
+        if any(t.state == TrialState.WAITING for t in trials):
+            return
+        given_up = {t.user_attrs.get("label"): t.user_attrs.get(store.GIVEN_UP) for t in trials}
+        for label, config in {DEFAULT: space.default_config(self.spec), BASELINE: self.baseline}.items():
+            if config is None or any(r.label == label and _settled(r) for r in self.results):
+                continue
+            if label == DEFAULT and given_up.get(label) == store.KILLED:
+                raise HostError(
+                    f"tune was killed {store.LIMITS[store.KILLED] + 1} times while it measured vLLM's default",
+                    hint="is it too large for this host? Then start a new run with smaller engine_args",
+                )
+            if label == DEFAULT or not given_up.get(label):
+                inside = space.parameters_of(config, self.spec, self.host)
+                self.optuna.enqueue_trial(dict(inside or {}), user_attrs={"label": label})
+                return
+        budget = self.spec.budget.trials
         if budget is not None and budget <= len(self.spec.topologies):
             return
         done = {str(space.default_config(self.spec).topology), *(t.user_attrs.get("first_of") for t in trials)}
@@ -119,6 +130,7 @@ class Study:
             plain = space.resolve(topology, {}, self.spec, self.host)
             params = space.parameters_of(plain, self.spec, self.host) or space.topology_parameters(topology, self.spec)
             self.optuna.enqueue_trial(dict(params), user_attrs={"first_of": str(topology)})
+            return
 
     def _budget_left(self, session: float) -> bool:
         budget = self.spec.budget
@@ -140,11 +152,12 @@ class Study:
 
     def _have_point(self) -> bool:
         """Make sure that the next trial can be new; False when the space is exhausted."""
-        recent = self.results[-REPEATS_BEFORE_DRAW:]
+        settled = [r for r in self.results if _settled(r)]
+        recent = settled[-REPEATS_BEFORE_DRAW:]
         waiting = any(t.state == TrialState.WAITING for t in self.optuna.get_trials(deepcopy=False))
         if waiting or len(recent) < REPEATS_BEFORE_DRAW or any(r.same_as is None for r in recent):
             return True
-        rng = np.random.default_rng([self.spec.seed, len(self.results)])
+        rng = np.random.default_rng([self.spec.seed, len(settled)])
         for _ in range(DRAWS):
             params = space.draw(self.spec, rng)
             topology, values = space.suggest(optuna.trial.FixedTrial(params), self.spec)
@@ -155,10 +168,12 @@ class Study:
         return False
 
     def _one_trial(self) -> None:
+        self.check_writer()
         self.optuna.sampler = store.sampler(self.spec, store.told(self.optuna))
         trial = self.optuna.ask()
         label = str(trial.user_attrs.get("label", ""))
         config = self._config(trial, label)
+        trial.set_user_attr(store.BEGAN, True)  # drawn to its end
         earlier = self._measured_as(config)
         if earlier is not None:
             now = time.time()
@@ -196,30 +211,36 @@ class Study:
     ) -> tuple[TrialResult, BaseException | None]:
         for sink in self.sinks:
             sink.trial_started(number, config, label)
-        started = time.time()
+        started, clock = time.time(), time.perf_counter()
+
+        def ended() -> float:
+            return started + time.perf_counter() - clock  # the wall clock may be set meanwhile
+
         blank = TrialResult(
             number=number, config=config, params=params, label=label, started=started,
             effective=space.effective(config, self.host), vllm_version=self.vllm_version,
         )  # fmt: skip
         try:
-            found = self.evaluator.evaluate(config, self.slos(), self.archive.directory(number), self)
+            directory = self.archive.directory(number)
+            found = self.evaluator.evaluate(config, self.slos(), directory, self)
         except TrialError as error:
             failure = Failure(error.kind, error.message, error.log)
-            return replace(blank, failure=failure, slos_met=False if self.spec.slo else None, ended=time.time()), None
-        except (KeyboardInterrupt, HostError) as error:
-            words = "interrupted" if isinstance(error, KeyboardInterrupt) else error.message
-            self._finish(replace(blank, failure=Failure(FailureKind.INTERRUPTED, words), ended=time.time()))
-            raise
-        return self._judged(blank, found), found.late
+            return replace(blank, failure=failure, slos_met=False if self.spec.slo else None, ended=ended()), None
+        except (KeyboardInterrupt, HostError, OSError) as error:
+            late = _of_the_disk(error, directory) if isinstance(error, OSError) else error
+            words = late.message if isinstance(late, HostError) else "interrupted"
+            self._finish(replace(blank, failure=Failure(FailureKind.INTERRUPTED, words), ended=ended()))
+            raise late from error
+        return self._judged(blank, found, ended()), found.late
 
-    def _judged(self, blank: TrialResult, found: Evaluation) -> TrialResult:
+    def _judged(self, blank: TrialResult, found: Evaluation, ended: float) -> TrialResult:
         metrics = combine(found.repeats)
         slos = self.slos() if blank.label != DEFAULT else tuple(s.against(metrics) for s in self.spec.slo)
         excess = {s.metric: e for s in slos if (e := s.excess(metrics)) is not None}
         met = all(excess.get(s.metric, NOT_MEASURED) <= 0 for s in slos) if slos else None
         return replace(
             blank, repeats=found.repeats, metrics=metrics, excess=excess, slos_met=met, cost=found.cost,
-            effective=dict(blank.effective) | dict(found.effective), ended=time.time(),
+            effective=dict(blank.effective) | dict(found.effective), ended=ended,
         )  # fmt: skip
 
     def slos(self) -> tuple[Slo, ...]:
@@ -228,6 +249,7 @@ class Study:
 
     def _finish(self, result: TrialResult) -> None:
         self.archive.write(result)
+        self.check_writer()
         self._tell(result)
         self.results = [*(r for r in self.results if r.number != result.number), result]
         for sink in self.sinks:
@@ -235,14 +257,15 @@ class Study:
         self._check_default()
         self._check_host()
 
-    def _check_default(self) -> None:
+    def _check_default(self, *, is_lost_for_good: bool = True) -> None:
         default = next((r for r in reversed(self.results) if r.label == DEFAULT), None)
         if default is None or default.failure is None or self._is_queued(DEFAULT):
             return
         failure = default.failure
         if failure.kind is FailureKind.BAD_ARGUMENT:
             raise SpecError(f"vLLM refuses the default of this study: {failure.message}", hint="mend engine_args")
-        if not failure.kind.is_configurations_fault and failure.kind is not FailureKind.INTERRUPTED:
+        is_lost = not failure.kind.is_configurations_fault and failure.kind is not FailureKind.INTERRUPTED
+        if is_lost and is_lost_for_good:
             raise HostError(
                 f"the default could not be measured in {store.RETRIES + 1} tries: {failure.message}",
                 hint=_why_lost(failure.kind),
@@ -273,20 +296,30 @@ class Study:
         if result.failure is not None and not result.failure.kind.is_configurations_fault:
             frozen = self.optuna.get_trials(deepcopy=False)[number]
             by_user = result.failure.kind is FailureKind.INTERRUPTED
-            store.enqueue_again(self.optuna, frozen, counted=not by_user)
+            store.enqueue_again(self.optuna, frozen, None if by_user else store.RETRY)
             self.optuna.tell(number, state=TrialState.FAIL)
             return
-        trial = optuna.Trial(self.optuna, self.optuna.get_trials(deepcopy=False)[number]._trial_id)  # noqa: SLF001
-        trial.set_constraint("measured", 1.0 if result.failure else -1.0)
+        frozen = self.optuna.get_trials(deepcopy=False)[number]
+        trial = optuna.Trial(self.optuna, frozen._trial_id)  # noqa: SLF001
+        constraints = {"measured": 1.0 if result.failure else -1.0}
         for slo in self.spec.slo:
-            violated = NOT_MEASURED if result.failure else result.excess.get(slo.metric, NOT_MEASURED)
-            trial.set_constraint(slo.metric, violated)
+            constraints[slo.metric] = NOT_MEASURED if result.failure else result.excess.get(slo.metric, NOT_MEASURED)
+        known = frozen.constraints  # a session that was killed may have set some
+        for name in (name for name in constraints if name not in known):
+            trial.set_constraint(name, constraints[name])
         if result.same_as is not None:
-            trial.set_user_attr("same_as", result.same_as)
+            trial.set_user_attr(store.SAME_AS, result.same_as)
         values = [
             math.log(result.metrics[m]) if result.metrics.get(m, 0) > 0 else WORST for m in self.spec.objective_metrics
         ]
         self.optuna.tell(number, [min(v, WORST) for v in values])
+
+
+def _of_the_disk(error: OSError, directory: Path) -> HostError:
+    """Return what a full or read-only disk is told as; any other error of the system is a bug."""
+    if error.errno not in STORAGE_ERRORS:
+        raise error
+    return HostError(f"{error.filename or directory}: {error.strerror}", hint="is the disk full or read-only?")
 
 
 def _why_lost(kind: FailureKind) -> str:
