@@ -31,6 +31,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,12 @@ ENGINE_DIED = """\
 (APIServer pid={pid}) ERROR {stamp} [async_llm.py:704] vllm.v1.engine.exceptions.EngineDeadError: EngineCore \
 encountered an issue. See stack trace (above) for the root cause.
 """
+ENGINE_KILLED = """\
+(APIServer pid={pid}) WARNING {stamp} [core_client.py:703] [shutdown] MPClient: engine core exited unexpectedly; \
+starting cleanup
+(APIServer pid={pid}) ERROR {stamp} [async_llm.py:704] vllm.v1.engine.exceptions.EngineDeadError: EngineCore \
+encountered an issue. See stack trace (above) for the root cause.
+"""
 REFUSED = """\
 (APIServer pid={pid}) Traceback (most recent call last):
 pydantic_core._pydantic_core.ValidationError: 1 validation error for SchedulerConfig
@@ -129,7 +136,7 @@ class Behaviour:
     hang_at_start: bool = False
     health_while_starting: bool = True  # 503 until ready; false: connection refused, as the real one
     ignore_term: bool = False
-    engine_child: bool = False  # a child in the same process group, as vLLM's EngineCore
+    engine_child: bool = False  # a child in the same process group, as vLLM's EngineCore; the server ends without it
     child_escapes: bool = False  # a child in a session of its own that outlives the server (two minutes at most)
     stop_delay: float = 0.0
     noise_lines: int = 0  # log lines at start, for readers that must drain a pipe
@@ -1164,6 +1171,8 @@ async def serve(args: dict[str, Any], behaviour: Behaviour) -> None:
         loop.add_signal_handler(number, (lambda: None) if behaviour.ignore_term else stopping.set)
     server = Server(args, behaviour, loop)
     children = start_children(behaviour)
+    for child in children:
+        threading.Thread(target=watch, args=(child, stopping), daemon=True).start()
     starting = asyncio.ensure_future(start(server, sock, behaviour))
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -1175,6 +1184,15 @@ async def serve(args: dict[str, Any], behaviour: Behaviour) -> None:
     for child in children:
         child.kill()
         child.wait()
+
+
+def watch(child: subprocess.Popen[bytes], stopping: asyncio.Event) -> None:
+    """End as vLLM does when its engine is killed."""
+    child.wait()
+    time.sleep(0.2)  # both may have been asked to end
+    if not stopping.is_set():
+        say_lines(ENGINE_KILLED)
+        os._exit(1)
 
 
 async def start(server: Server, sock: socket.socket, behaviour: Behaviour) -> None:
