@@ -74,7 +74,8 @@ def tests(python: Path, rest: list[str]) -> list[list[str | Path]]:
     pytest = [python, "-m", "pytest"]
     if rest:
         return [[*pytest, *rest]]
-    by_twos = [*pytest, "-q", "-n", "2", "--dist", "loadfile", "-m"]
+    pytest += ["-q", "--durations", "12"]
+    by_twos = [*pytest, "-n", "2", "--dist", "loadfile", "-m"]
     return [
         [*by_twos, "not (timing or live or browser)"],
         [*by_twos, "live and not timing"],

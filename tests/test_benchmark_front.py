@@ -15,7 +15,7 @@ from benchmarks.replay.measure import Truth
 from benchmarks.replay.peers import AbsentError
 from tuner.serving import ROUTER as DEFAULT
 
-pytestmark = [pytest.mark.timing, pytest.mark.router]
+pytestmark = [pytest.mark.timing, pytest.mark.once]
 
 
 def numbers(ttft: float, itl: float, *, server_ttft: float = 100.0, server_itl: float = 20.0) -> measure.Numbers:

@@ -13,7 +13,7 @@ from replay_data import FakeServer, serving
 
 from tuner.serving import Role
 
-pytestmark = [pytest.mark.timing, pytest.mark.router]
+pytestmark = [pytest.mark.timing, pytest.mark.once]
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")

@@ -35,7 +35,7 @@ from replay_data import FakeServer, evenly, play
 
 from tuner.serving import Role
 
-pytestmark = [pytest.mark.timing, pytest.mark.router, needs_router]
+pytestmark = [pytest.mark.timing, pytest.mark.once, needs_router]
 
 POLICIES = ("round_robin", "random", "power_of_two", "cache_aware", "consistent_hash", "sticky_least_loaded")
 SLOW = {"first_token": 0.1, "gap": 0.1}
