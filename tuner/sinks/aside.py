@@ -18,7 +18,7 @@ from tuner.spec import StudySpec
 
 UNMEASURED = {"starting", "stopping"}
 SETTLE = 3.0  # for what is being computed when a replay is about to begin
-AT_THE_END, WITHOUT_PROGRESS, UNSAID = 60.0, 15.0, 3.0
+AT_THE_END, WITHOUT_PROGRESS, UNSAID = 60.0, 15.0, 5.0
 START, PUBLISH, OPEN, END = range(4)  # in this order
 
 
