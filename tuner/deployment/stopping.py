@@ -121,7 +121,8 @@ def end_leftovers(path: Path) -> tuple[int, ...]:
     found: list[int] = []
     for entry in journal.unended(path):
         family = Family(entry["marker"])
-        if (pid := entry.get("pid")) in [member.pid for member in family.members()]:
+        pid = entry.get("pid")
+        if isinstance(pid, int) and pid in [member.pid for member in family.members()]:
             family.lead(pid)
         found += [member.pid for member in family.members()]
         survivors = family.end(patience=10.0)
