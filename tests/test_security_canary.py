@@ -20,13 +20,14 @@ from deployment_data import wait_until
 from front_data import ROUTER, needs_router
 from replay_data import free_port, wait_for
 
-from tuner import baseline, cli, measure
+from tuner import baseline, measure
 from tuner import spec as specs
 from tuner.deployment import process
 from tuner.errors import TunerError
+from tuner.outside import without_secret
 from tuner.serving import ServingConfig
-from tuner.sinks import pages, view
-from tuner.study import store
+from tuner.sinks import view
+from tuner.study import storage as storages
 
 pytestmark = [pytest.mark.timing, pytest.mark.once]  # a client that is late measures nothing
 TALKATIVE = Path(__file__).parent / "data" / "talkative_vllm.py"
@@ -38,7 +39,6 @@ CANARIES = {name: f'canary/of"{name.lower()}@+1' for name in NAMES}
 ENVIRONMENT = CANARIES | {"BROKER": "amqp://me:canary-of-broker@10.0.0.1/x"}
 SECRETS = (*CANARIES.values(), "canary-of-broker", "canary/of")  # the last finds a half of one
 QUIET = ("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "CI", "PYTEST_CURRENT_TEST")
-TAME = "name: s\nmodel: m\nworkload: w\n"
 PROMPT = "canary of a prompt, told in confidence"
 
 STUDY = """\
@@ -212,12 +212,6 @@ def test_a_group_keeps_secrets_and_listens_on_the_loopback_interface(tmp_path: P
     assert (tmp_path / "runs/talk/best/start.sh").is_file()
 
 
-needs_variables = pytest.mark.skipif(
-    "TUNE_MLFLOW" not in Path(cli.__file__).read_text(), reason="this tune takes --mlflow and --storage as flags only"
-)
-
-
-@needs_variables
 def test_passwords_of_servers_that_are_away_are_nowhere(tmp_path: Path) -> None:
     """Given by TUNE_MLFLOW and TUNE_STORAGE: not in the run folder, in what is said, nor in a process list."""
     family = Family()
@@ -315,14 +309,14 @@ def test_a_password_in_an_address_is_not_repeated(password: str, tmp_path: Path)
     """Of Optuna's storage, of a server, of MLflow; whatever characters it has."""
     (tmp_path / "w.jsonl").write_text(ROW)
     there = f"me:{password}@127.0.0.1:1"
-    storage = refused(lambda: store.open_study(f"nonsense://{there}/x", specs.parse(TAME, "s.yaml")))
+    storage = refused(lambda: storages.open_storage(f"nonsense://{there}/x"))
     said = [
         storage,
         refused(lambda: measure.wanted(str(tmp_path / "w.jsonl"), f"http://{there}")),
         refused(lambda: measure.wanted(str(tmp_path / "w.jsonl"), f"ftp://{there}")),
         view.open_ui_hint(f"postgresql://{there}/mlflow", None),
         view.open_ui_hint(f"http://{there}", None),
-        view.review_url(pages.without_secret(f"https://{there}"), "1", "k"),
+        view.review_url(without_secret(f"https://{there}"), "1", "k"),
     ]
 
     assert "127.0.0.1:1/x" in storage
