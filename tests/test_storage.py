@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -294,13 +295,31 @@ def test_a_storage_that_cannot_be_used_is_named(wrong: str, message: str, monkey
     assert "canary" not in caught.value.message
 
 
+@pytest.mark.parametrize(("address", "driver"), [("redis://127.0.0.1:1", "redis"), ("grpc://127.0.0.1:1", "grpc")])
+def test_a_driver_that_is_missing_is_named(address: str, driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install is said, in place of a traceback."""
+    monkeypatch.setitem(sys.modules, driver, None)
+    for name in ("JournalRedisBackend", "GrpcStorageProxy"):
+        monkeypatch.setattr(storage, name, _lacking)
+
+    with pytest.raises(HostError, match="no driver here") as caught:
+        storage.open_storage(address)
+    assert "install the driver" in str(caught.value.hint)
+
+
+def _lacking(*_: object, **__: object) -> None:
+    raise ImportError("no driver here")
+
+
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
     """A workload given by mistake is not written into."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"arrival_s": 0.0, "input_len": 3, "output_len": 4}\n')
+    text = '{"arrival_s": 0.0, "input_len": 3, "output_len": 4}\n{"arrival_s": 1.0, "input_len": 3, "output_len": 4}'
+    rows.write_text(text)
 
     with pytest.raises(HostError, match="not a journal of Optuna's"):
         storage.open_storage(str(rows))
+    assert rows.read_text() == text
 
 
 def test_a_database_is_not_taken_for_a_journal(tmp_path: Path) -> None:

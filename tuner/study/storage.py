@@ -6,7 +6,7 @@ A URL is what Optuna's own command line takes (SQLAlchemy's `sqlite:///FILE`, `p
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +20,8 @@ from tuner.errors import HostError
 BUSY = 30.0  # seconds that SQLite waits for a database which somebody else has locked
 GONE = "Record does not exist"  # what Optuna says of a study or trial that it knew
 GRPC_PATIENCE = 10.0
-FOREIGN = ("redis.", "grpc.", "psycopg", "pymysql", "MySQLdb")  # drivers, loaded only where their URL is given
+REDIS, GRPC = ("redis://", "rediss://", "redis+"), "grpc://"
+JOURNAL = b'{"op_code"'  # how each line of a journal begins
 
 
 def open_storage(url: str) -> BaseStorage:
@@ -50,9 +51,9 @@ def close(storage: BaseStorage) -> None:
 
 
 def _open(url: str) -> BaseStorage:
-    if url.startswith(("redis://", "rediss://", "redis+")):
+    if url.startswith(REDIS):
         return JournalStorage(JournalRedisBackend(url))
-    if url.startswith("grpc://"):
+    if url.startswith(GRPC):
         parts = urlsplit(url)
         host = parts.hostname or "localhost"
         proxy = GrpcStorageProxy(host=f"[{host}]" if ":" in host else host, port=parts.port or 13000)
@@ -64,18 +65,22 @@ def _open(url: str) -> BaseStorage:
     file = Path(url)
     if file.is_file():
         _mend_journal(file)
-    try:
-        return JournalStorage(JournalFileBackend(str(file)))
-    except (KeyError, TypeError) as error:
-        raise ValueError("not a journal of Optuna's") from error
+    return JournalStorage(JournalFileBackend(str(file)))
 
 
 def _mend_journal(file: Path) -> None:
-    """Take away the half line that a full disk or a loss of power left: the next one would be written behind it."""
+    """Take away the half line that a full disk or a loss of power left: the next one would be written behind it.
+
+    Raises:
+        ValueError: it is no journal, and is left as it is.
+    """
     lock = JournalFileSymlinkLock(str(file))
     with file.open("r+b") as opened:
-        if opened.read(6) == b"SQLite":
+        beginning = opened.read(len(JOURNAL))
+        if beginning.startswith(b"SQLite"):
             raise ValueError(f"this is a SQLite database: write sqlite:///{file}")
+        if not JOURNAL.startswith(beginning):
+            raise ValueError("not a journal of Optuna's")
         lock.acquire()
         try:
             text = file.read_bytes()
@@ -104,10 +109,22 @@ def answering(url: str) -> Iterator[None]:
         if "://" in url or not str(error.filename or url).startswith(url):
             raise
         raise _said(url, error) from error
-    except Exception as error:
-        if not type(error).__module__.startswith(FOREIGN):
-            raise
+    except _errors_of_the_driver(url) as error:
         raise _said(url, error) from error
+
+
+def _errors_of_the_driver(url: str) -> tuple[type[Exception], ...]:
+    """Return what a driver raises that neither Optuna nor SQLAlchemy wraps; it is there when its storage is."""
+    with suppress(ImportError):  # then nothing of it is raised
+        if url.startswith(REDIS):
+            import redis  # noqa: PLC0415 (only where it is used)
+
+            return (redis.exceptions.RedisError,)
+        if url.startswith(GRPC):
+            import grpc  # noqa: PLC0415 (only where it is used)
+
+            return grpc.RpcError, grpc.FutureTimeoutError
+    return ()
 
 
 def _said(url: str, error: Exception) -> HostError:

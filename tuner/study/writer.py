@@ -92,7 +92,7 @@ class Writer:
     def _leave(self) -> None:
         self._ended.set()
         self._thread.join(BEAT)
-        with suppress(Exception):  # a claim that cannot be taken back dies with this process
+        with suppress(HostError), storage.answering(self._url):  # one that cannot be taken back dies with this process
             self._put(None)
 
     def check(self) -> None:
@@ -119,7 +119,8 @@ class Writer:
 
     def _renew(self) -> None:
         while not self._ended.wait(BEAT):
-            with suppress(Exception):  # the study's own next write tells what is wrong with the storage
+            # The study's own next write tells what is wrong with the storage.
+            with suppress(HostError), storage.answering(self._url):
                 if self._state is not None and not self._is_revoked():
                     self._put(self._state)
 
