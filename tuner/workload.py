@@ -12,40 +12,41 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace as changed
 
 from tuner.errors import SpecError
 from tuner.outside import legible
-
-FIELDS = (
-    "arrival_s",
-    "input_len",
-    "output_len",
-    "block_ids",
-    "block_size",
-    "session",
-    "parent",
-    "think_time_s",
-    "prompt",
-    "model",
-    "endpoint",
-    "source_line",
-)
-
 
 LATEST = 1e12  # later than any clock, and exact enough as a float
 MOST_TOKENS = 10_000_000  # of one prompt or answer; a row of more would fill this host's memory
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One row: arrival in seconds from the window's start, lengths in tokens."""
+class Request(
+    msgspec.Struct, frozen=True, omit_defaults=True, rename={"arrival": "arrival_s", "think_time": "think_time_s"}
+):
+    """One row: arrival in seconds from the window's start, lengths in tokens.
+
+    Attributes:
+        arrival: seconds, exact to the microsecond.
+        input_len, output_len: tokens.
+        block_ids, block_size: prompts that share leading ids share their tokens, `block_size` an id, the last cut.
+        id: the row's own name, for rows whose `parent` it is.
+        session: rows of one conversation share it.
+        parent: the `id` of the row whose answer this one waited for; without, the row before it in its session.
+        think_time: seconds from that answer's end to this arrival, where the trace knows them.
+        prompt: text or token ids, where the trace has them.
+        model, endpoint: as recorded.
+        source_line: where the row was in the file it came from.
+    """
 
     arrival: float
     input_len: int
     output_len: int
     block_ids: tuple[int, ...] | None = None
     block_size: int | None = None
+    id: str | None = None
     session: str | None = None
     parent: str | None = None
     think_time: float | None = None
@@ -53,6 +54,9 @@ class Request:
     model: str | None = None
     endpoint: str | None = None
     source_line: int | None = None
+
+
+FIELDS = Request.__struct_encode_fields__
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +151,17 @@ def _row(file: Path, number: int, line: str) -> Request:
     blocks, size = data.get("block_ids"), data.get("block_size")
     if blocks is not None:
         _check_blocks(where, blocks, size, input_len)
-    for name in ("session", "parent", "model", "endpoint"):
+    for name in ("id", "session", "parent", "model", "endpoint"):
         if not isinstance(data.get(name), str | None):
             raise SpecError(f"{where}: {name} must be text, not {json.dumps(data[name])[:60]}")
+    think_time = None if data.get("think_time_s") is None else _number(where, data, "think_time_s")
     prompt = data.get("prompt")
     if prompt is not None:
         _check_prompt(where, prompt, input_len)
     return Request(
         arrival=arrival, input_len=input_len, output_len=output_len,
         block_ids=None if blocks is None else tuple(blocks), block_size=size,
-        session=data.get("session"), parent=data.get("parent"), think_time=data.get("think_time_s"),
+        id=data.get("id"), session=data.get("session"), parent=data.get("parent"), think_time=think_time,
         prompt=tuple(prompt) if isinstance(prompt, list) else prompt,
         model=data.get("model"), endpoint=data.get("endpoint"), source_line=data.get("source_line"),
     )  # fmt: skip
@@ -247,10 +252,11 @@ def _shifted(workload: Workload, copy: int, rng: np.random.Generator) -> list[Re
     shift = float(rng.uniform(0, span))
     base = 1 + max((b for r in workload.requests for b in r.block_ids or ()), default=0)
     return [
-        replace(
+        changed(
             row,
             arrival=start + (row.arrival - start + shift) % span,
             block_ids=None if row.block_ids is None else tuple(b + copy * base for b in row.block_ids),
+            id=None if row.id is None else f"{row.id}/{copy}",
             session=None if row.session is None else f"{row.session}/{copy}",
             parent=None if row.parent is None else f"{row.parent}/{copy}",
         )
@@ -303,10 +309,12 @@ def describe(requests: Iterable[Request]) -> dict[str, float | int]:
 
 def to_jsonl(requests: Iterable[Request]) -> str:
     """Return rows in the form `load` reads."""
-    lines = []
-    for r in requests:
-        values = (r.arrival, r.input_len, r.output_len, r.block_ids, r.block_size, r.session, r.parent, r.think_time,
-                  r.prompt, r.model, r.endpoint, r.source_line)  # fmt: skip
-        row = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
-        lines.append(json.dumps(row) + "\n")
-    return "".join(lines)
+    return b"".join(encoded(row) for row in requests).decode()
+
+
+def encoded(row: Request) -> bytes:
+    """Return a row as a line of `workload.jsonl`."""
+    return _ENCODER.encode(row) + b"\n"
+
+
+_ENCODER = msgspec.json.Encoder()

@@ -1,9 +1,10 @@
 """When each request goes out, in seconds after the replay's anchor."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from tuner.workload import Request, Workload
 
