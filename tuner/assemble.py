@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from tuner import export as exporting
-from tuner import measure, origin, units
+from tuner import intake, measure, origin, units
 from tuner import plan as plans
 from tuner import spec as specs
 from tuner import workload as workloads
@@ -315,6 +315,12 @@ def show(target: Path) -> str:
             shape = ", ".join(f"{key} {value:g}" for key, value in workloads.describe(rows).items())
             lines.append(f"{name}: {shape}")
     return "\n".join(lines) + "\n"
+
+
+def import_trace(wanted: intake.Wanted) -> str:
+    """Make a workload of a trace; return what became of its rows, in words."""
+    found = intake.run(wanted)
+    return "\n".join([*intake.told(found), *show(found.folder).splitlines(), ""])
 
 
 def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, as_json: bool) -> int:

@@ -318,3 +318,18 @@ def encoded(row: Request) -> bytes:
 
 
 _ENCODER = msgspec.json.Encoder()
+
+
+class Fingerprint:
+    """SHA-256 of what is replayed: the rows without where they came from (source line, model, endpoint)."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+
+    def add(self, row: Request) -> None:
+        """Take the next row in."""
+        self._sha256.update(encoded(changed(row, source_line=None, model=None, endpoint=None)))
+
+    def hexdigest(self) -> str:
+        """Return the fingerprint of the rows so far."""
+        return self._sha256.hexdigest()
