@@ -96,7 +96,7 @@ def wanted(source: Path, out: Path | None, **flags: Any) -> Wanted:
     Raises:
         SpecError: names the flag that is wrong, or says that the file's format is not certain.
     """
-    given = {name: value for name, value in flags.items() if value not in {None, False}}
+    given = {name: value for name, value in flags.items() if value is not None and value is not False}
     for name in ("max_len", "shrink", "shrink_output", "block_size"):
         if given.get(name, 1) < 1:
             raise SpecError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1")
@@ -175,7 +175,7 @@ def run(wanted: Wanted) -> Imported:
         tally.dropped.update(found.dropped)
         files, fingerprint = _write(folder, spool, found, wanted.changes.time_scale)
         imported = Imported(
-            folder=wanted.out, format=wanted.format.name, read=tally.read, dropped=dict(tally.dropped),
+            folder=wanted.out, format=wanted.format.name, read=tally.read, dropped=dict(sorted(tally.dropped.items())),
             transforms=found.transforms, notes=(*tally.noted, *found.notes), files=files, fingerprint=fingerprint,
             source_sha256=_sha256(wanted.source),
         )  # fmt: skip
@@ -266,4 +266,4 @@ def _sha256(path: Path) -> str:
 
 
 def _reasons(dropped: Mapping[str, int]) -> str:
-    return ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+    return ", ".join(f"{reason} {count:,}" for reason, count in sorted(dropped.items()))
