@@ -4,13 +4,13 @@ In this order: shrink, length limit, spreading, time scale, rate, window.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from msgspec.structs import replace as changed
 
-from tuner import transforms
+from tuner import reuse, transforms
 from tuner.errors import SpecError
 from tuner.readers.spool import Spool
 from tuner.transforms import Columns, Ints, Selection
@@ -189,44 +189,5 @@ def _hit_later(spool: Spool, place: Ints, part: Selection, before: Selection) ->
     """
     if spool.greatest_block < 0:
         return before.where(np.zeros(0, dtype=np.int64))
-    tree = _Tree()
-    ends = [tree.grow(row.block_ids or ()) for row in spool.rows(place[part.row], part.copy)]
-    for number, row in enumerate(spool.rows(place[before.row], before.copy)):
-        tree.touch(row.block_ids or (), number)
-    users = {user for end in ends if (user := tree.last_user(end)) is not None}
-    return before.where(np.array(sorted(users), dtype=np.int64))
-
-
-class _Tree:
-    """The prefixes of a window, and who used each of them last before it."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[tuple[int, int], int] = {}
-        self._parent, self._user = [0], [-1]
-
-    def grow(self, blocks: Sequence[int]) -> int:
-        """Add a prompt; return its end."""
-        node = 0
-        for block in blocks:
-            following = self._nodes.setdefault((node, block), len(self._parent))
-            if following == len(self._parent):
-                self._parent.append(node)
-                self._user.append(-1)
-            node = following
-        return node
-
-    def touch(self, blocks: Sequence[int], user: int) -> None:
-        """Note who used the prefixes of this prompt that are known here."""
-        node = 0
-        for block in blocks:
-            following = self._nodes.get((node, block))
-            if following is None:
-                return
-            self._user[following] = user
-            node = following
-
-    def last_user(self, node: int) -> int | None:
-        """Return who used the longest used prefix of the prompt that ends here, None if nobody did."""
-        while node and self._user[node] < 0:
-            node = self._parent[node]
-        return self._user[node] if node else None
+    users = reuse.last_users(spool.rows(place[part.row], part.copy), spool.rows(place[before.row], before.copy))
+    return before.where(np.array(users, dtype=np.int64))

@@ -8,10 +8,9 @@ from typing import IO
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from tuner.transforms import Columns, Ints
-from tuner.workload import Request, encoded
+from tuner.workload import Request, encoded, group_of, relabelled
 
 
 @dataclass(slots=True)
@@ -49,11 +48,10 @@ class Spool:
             self.greatest_block = max(self.greatest_block, max(row.block_ids))  # noqa: PLW3301 (faster so)
 
     def _group_of(self, row: Request) -> int:
-        """Return the number of the rows that share its session, or the two blocks at its start."""
-        if row.session is not None:
-            return self._groups.setdefault(row.session, len(self._groups))
-        if row.block_ids is not None and len(row.block_ids) > 1:
-            return self._groups.setdefault(row.block_ids[:2], len(self._groups))
+        """Return the number of the row's group."""
+        key = group_of(row)
+        if key is not None:
+            return self._groups.setdefault(key, len(self._groups))
         self._alone -= 1
         return self._alone
 
@@ -78,14 +76,4 @@ class Spool:
         with mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ) as rows:
             for at, number in zip(place.tolist(), copy.tolist(), strict=True):
                 row = decode(rows[self._end[at] : self._end[at + 1]])
-                yield relabelled(row, number, self.greatest_block + 1) if number else row
-
-
-def relabelled(row: Request, copy: int, blocks: int) -> Request:
-    """Return the row with block ids, session and names of its own; the original's block ids are below `blocks`."""
-
-    def name(text: str | None) -> str | None:
-        return None if text is None else f"{text}/{copy}"
-
-    ids = None if row.block_ids is None else tuple(block + copy * blocks for block in row.block_ids)
-    return replace(row, block_ids=ids, id=name(row.id), session=name(row.session), parent=name(row.parent))
+                yield relabelled(row, number, self.greatest_block + 1)
