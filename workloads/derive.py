@@ -3,8 +3,8 @@
     python -m workloads.derive
 
 The windows of the published files, unmodified, are in tests/traces, each folder with its licence text. The same files
-give the same bytes. Nothing is drawn at random: what is thinned or spread follows from a hash of the row's line number or of
-its prefix group, so a row's fate does not depend on its neighbours.
+give the same bytes. Nothing is drawn at random: what is thinned or spread follows from a hash of the row's line
+number or of its prefix group, so a row's fate does not depend on its neighbours.
 """
 
 import argparse
@@ -501,13 +501,16 @@ def write(workload: Derived, traces: Path) -> Path:
     return folder
 
 
+def write_all(traces: Path = TRACES) -> list[Path]:
+    """Write every workload; return their folders."""
+    return [write(make(traces), traces) for make in (azure, azure_as_recorded, mooncake)]
+
+
 def main() -> None:
     """Write every workload."""
     parser = argparse.ArgumentParser(prog="python -m workloads.derive", description=main.__doc__)
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder with the published traces")
-    traces = parser.parse_args().traces
-    for make in (azure, azure_as_recorded, mooncake):
-        print(write(make(traces), traces))
+    print(*write_all(parser.parse_args().traces), sep="\n")
 
 
 if __name__ == "__main__":
