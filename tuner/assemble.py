@@ -89,6 +89,7 @@ def resume(path: Path, where: Where, budget: Mapping[str, Any]) -> int:
     """
     folder = RunFolder.open(path)
     with folder.locked():
+        _refuse_damaged(folder.path / "study.yaml")
         spec, begun = specs.load(folder.path / "study.yaml", budget), folder.origin
         if begun.study != origin.digest_of_study(spec):
             raise SpecError(
@@ -100,6 +101,18 @@ def resume(path: Path, where: Where, budget: Mapping[str, Any]) -> int:
         if budget:
             write_atomically(folder.path / "study.yaml", specs.dump(spec))
         return _continue(folder, spec, begun, workload, where)
+
+
+def _refuse_damaged(study: Path) -> None:
+    """Refuse a run's own study that is none any more."""
+    try:
+        specs.load(study)
+    except SpecError as error:
+        first = error.message.splitlines()[0].removeprefix(str(study)).lstrip(":")
+        raise SpecError(
+            f"{study}: was changed or cut off since the run began ({first})",
+            hint="put it back as it was, or start a new run",
+        ) from error
 
 
 def _remembered(begun: Origin, where: Where) -> Where:
