@@ -118,7 +118,7 @@ def test_rows_that_were_changed_are_refused(project: Project) -> None:
     (project.folder / "rows.jsonl").write_text("")
     goes_on = project.tune("run", "--resume", "runs/fake", "--trials", "2")
     file = project.folder / "runs/fake/workload/workload.jsonl"
-    file.write_text(file.read_text().replace('"output_len": 8', '"output_len": 9', 1))
+    file.write_text(file.read_text().replace('"output_len":8', '"output_len":9', 1))
     refused = project.tune("run", "--resume", "runs/fake", "--trials", "3")
 
     assert (goes_on.returncode, refused.returncode) == (0, 2), goes_on.stderr
