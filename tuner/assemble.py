@@ -30,7 +30,7 @@ from tuner.plan import Plan
 from tuner.results import TrialResult, front, limits
 from tuner.seams import Measurement, Sink
 from tuner.serving import Json
-from tuner.sinks import aside, replayed
+from tuner.sinks import aside, card, replayed
 from tuner.sinks import verdict as words
 from tuner.sinks.bench import to_bench
 from tuner.sinks.console import ConsoleSink
@@ -300,7 +300,7 @@ def _rendered(renderable: Any) -> str:
 
 
 def show(target: Path) -> str:
-    """Return a run's trials, front and verdict, or a workload's shape."""
+    """Return a run's trials, front and verdict, or a workload's card."""
     if not (target / "study.yaml").is_file() and not _is_workload(target):
         with suppress(SpecError):
             target = specs.find_workload(str(target), None)
@@ -309,12 +309,7 @@ def show(target: Path) -> str:
         spec, results = folder.spec, folder.read_all()
         return _rendered(words.render_trials(spec, results)) + words.verdict(spec, results) + "\n"
     workload = workloads.load(target)
-    lines = [f"workload {workload.name}", f"sha256 {workload.sha256}"]
-    for name, rows in (("window", workload.requests), ("history", workload.history), ("confirm", workload.confirm)):
-        if rows:
-            shape = ", ".join(f"{key} {value:g}" for key, value in workloads.describe(rows).items())
-            lines.append(f"{name}: {shape}")
-    return "\n".join(lines) + "\n"
+    return _rendered(card.render(card.of(workload, target if target.is_dir() else None)))
 
 
 def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, as_json: bool) -> int:
