@@ -154,6 +154,12 @@ def _continue(folder: RunFolder, spec: StudySpec, begun: Origin, workload: Workl
     return _conduct(replace(found, baseline=begun.baseline), folder, begun, where)
 
 
+def _keep_card(folder: RunFolder, workload: Workload) -> None:
+    """Write the card of what is replayed beside the rows, once."""
+    if not (folder.path / "workload" / card.PAGE).is_file():
+        card.write(folder.path / "workload", workload, name=card.PAGE)
+
+
 def _measuring(plan: Plan) -> dict[str, Json]:
     """Return arguments that let the server time each request itself, where this vLLM knows them."""
     known = plan.vllm.flags if plan.vllm else {}
@@ -172,6 +178,7 @@ def _conduct(plan: Plan, folder: RunFolder, begun: Origin, where: Where) -> int:
     for note in plan.notes:
         _say(note)
     spec = plan.spec
+    _keep_card(folder, plan.workload)
     launcher = LocalLauncher(
         port=spec.vllm.port, gpus=plan.gpus, start_timeout=spec.vllm.start_timeout,
         stop_patience=spec.vllm.stop_timeout, stop_command=spec.vllm.stop_command or (),
