@@ -25,7 +25,7 @@ QUANTILES = tuple(Lengths.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What is told of a workload.
+    """What is told of a workload; its texts can be shown to a terminal, for a page they are still escaped.
 
     Attributes:
         name, sha256, transforms: the workload's own.
@@ -53,8 +53,8 @@ def of(workload: Workload, folder: Path | None = None) -> Card:
     }
     return Card(
         name=plain(workload.name),
-        sha256=workload.sha256,
-        transforms=workload.transforms,
+        sha256=plain(workload.sha256),
+        transforms=tuple(map(plain, workload.transforms)),
         shapes={name: describe(rows, before) for name, (rows, before) in files.items() if rows},
         has_prompts=any(row.prompt is not None for row in workload.requests),
         origin=provenance.read(folder) if folder is not None else None,
@@ -178,8 +178,8 @@ def meanings(shapes: Mapping[str, Shape]) -> Iterator[str]:
 
 def render(card: Card) -> RenderableType:
     """Return the card for a terminal or a pipe."""
-    lines = [Text(card.name, style="bold"), Text(plain(f"sha256 {card.sha256}")), *map(Text, _origin(card)), Text()]
-    after = [Text(), *(Text(f"Note: {plain(text)}") for text in warnings(card))]
+    lines = [Text(card.name, style="bold"), Text(f"sha256 {card.sha256}"), *map(Text, _origin(card)), Text()]
+    after = [Text(), *(Text(f"Note: {text}") for text in warnings(card))]
     after += [Text(text, style="dim") for text in meanings(card.shapes)]
     after += [Text(plain(f"Picture: {card.picture}"))] if card.picture else []
     return Group(*lines, _table(grid(card.shapes)), Text(), _table(lengths(card.shapes)), *after)
@@ -187,9 +187,9 @@ def render(card: Card) -> RenderableType:
 
 def _origin(card: Card) -> Iterator[str]:
     origin = card.origin or Provenance({}, {})
-    yield from (plain(f"{label}: {text}") for label, text in origin.facts.items())
-    yield from (plain(f"{n:,} rows {why}") for why, n in origin.lost.items())
-    yield from map(plain, (*origin.transforms, *card.transforms))
+    yield from (f"{label}: {text}" for label, text in origin.facts.items())
+    yield from (f"{n:,} rows {why}" for why, n in origin.lost.items())
+    yield from (*origin.transforms, *card.transforms)
 
 
 def _table(rows: list[tuple[str, ...]]) -> Table:

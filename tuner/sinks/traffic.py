@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from tuner.reuse import ideal_hits
 from tuner.shape import SERVER_BLOCK
@@ -121,7 +121,7 @@ def _mark_window(axes: Axes, workload: Workload, edges: Floats) -> None:
 def _tokens(axes: Axes, workload: Workload, edges: Floats) -> None:
     """Draw the prompt tokens of history and window: what an ideal cache would hold on top of what is new."""
     history, rows = workload.history, workload.requests
-    held = np.concatenate([ideal_hits(history, SERVER_BLOCK), ideal_hits(rows, SERVER_BLOCK, history)])
+    held = ideal_hits((*history, *rows), SERVER_BLOCK)
     size = np.array([r.input_len for r in (*history, *rows)])
     time = np.concatenate([_times_before(history) if history else np.empty(0), _times(rows)])
     width = edges[1] - edges[0]
@@ -164,6 +164,6 @@ def _lengths(axes: Axes, rows: Sequence[Request]) -> None:
     axes.xaxis.set_major_locator(FixedLocator([2.0**n for n in range(0, 40, step)]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}" if n < 1024 else f"{n / 1024:,g}k"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g} %"))
     axes.set_xlabel("tokens (1k = 1,024)")
     axes.set_ylabel("share of requests")
