@@ -22,7 +22,7 @@ from tuner.workload import Request, Workload, to_jsonl
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[x](javascript:alert(1)) ![x](http://x/y.png) | **b** `c`\n# h\x1b[2J"
 IMPORT: dict[str, Any] = {
-    "source": "trace.jsonl", "format": "mooncake", "sha256_of_source": "ab" * 32, "rows_read": 1200, "rows_kept": 1100,
+    "source": "trace.jsonl", "format": "mooncake", "source_sha256": "ab" * 32, "rows_read": 1200, "rows_kept": 1100,
     "dropped": {"no output tokens": 4, "outside the window": 96}, "transforms": ["window of 120 s from 300 s"],
     "notes": ["chosen by match to the whole trace"], "files": {"workload": 1100}, "fingerprint": "cd" * 32,
 }  # fmt: skip

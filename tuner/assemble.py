@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from tuner import export as exporting
-from tuner import measure, origin, units
+from tuner import intake, measure, origin, units
 from tuner import plan as plans
 from tuner import spec as specs
 from tuner import workload as workloads
@@ -317,6 +317,12 @@ def show(target: Path) -> str:
         return _rendered(words.render_trials(spec, results)) + words.verdict(spec, results) + "\n"
     workload = workloads.load(target)
     return _rendered(card.render(card.of(workload, target if target.is_dir() else None)))
+
+
+def import_trace(wanted: intake.Wanted) -> str:
+    """Make a workload of a trace; return what became of its rows, in words."""
+    found = intake.run(wanted)
+    return "\n".join([*intake.told(found), *show(found.folder).splitlines(), ""])
 
 
 def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, as_json: bool) -> int:

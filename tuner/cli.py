@@ -251,6 +251,75 @@ def replay(  # noqa: PLR0917 (one parameter a flag)
     return assemble.replay(asked, out, bench_json, as_json=as_json)
 
 
+@app.command(name="import")
+@_guarded
+def import_(  # noqa: PLR0917 (one parameter a flag)
+    source: Annotated[Path, typer.Argument(help="A trace that somebody recorded: JSONL, CSV or JSON, plain or gzip.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The workload's folder. Default: workloads/ and the file's name.")
+    ] = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="Which trace format, where the file does not tell.", metavar="NAME")
+    ] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            "--window",
+            help="Cut a window like the whole trace, such as 10min, one more to confirm, and the history before them.",
+        ),
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option("--max-len", help="Drop rows of more tokens, prompt and output together.")
+    ] = None,
+    rate_scale: Annotated[
+        float | None,
+        typer.Option("--rate-scale", help="Below 1 keep whole prefix groups, above 1 lay relabelled copies over them."),
+    ] = None,
+    time_scale: Annotated[
+        float | None, typer.Option("--time-scale", help="Multiply recorded times: 2 is half as fast.")
+    ] = None,
+    spread_steps: Annotated[  # noqa: FBT002 (a flag)
+        bool, typer.Option("--spread-steps", help="Draw arrivals inside the steps of the recording's clock.")
+    ] = False,
+    shrink: Annotated[
+        int | None, typer.Option("--shrink", help="For small models: divide prompts, their blocks, and outputs by it.")
+    ] = None,
+    shrink_output: Annotated[
+        int | None, typer.Option("--shrink-output", help="Divide outputs by this instead.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of what is drawn.")] = 0,
+    time_unit: Annotated[
+        str | None, typer.Option("--time-unit", help="s, ms or us, for formats that leave it open.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option("--rate", help="Arrivals are drawn at this rate, such as 2/s, for traces without.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option("--block-size", help="Tokens of a block id, where not the format's own.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", help="A model's folder, tokenizer.json or name: counts text without lengths."),
+    ] = None,
+    keep_prompts: Annotated[  # noqa: FBT002 (a flag)
+        bool, typer.Option("--keep-prompts", help="Keep the text of prompts, which is else hashed to blocks.")
+    ] = False,
+    skip_damaged: Annotated[  # noqa: FBT002 (a flag)
+        bool, typer.Option("--skip-damaged", help="Drop and count rows that cannot be read.")
+    ] = False,
+) -> int:
+    """Make a workload of a trace somebody else recorded; every row is kept, or counted by the reason why not."""
+    from tuner import assemble, intake  # noqa: PLC0415
+
+    wanted = intake.wanted(
+        source, out, format=format_, window=window, max_len=max_len, rate_scale=rate_scale, time_scale=time_scale,
+        spread_steps=spread_steps, shrink=shrink, shrink_output=shrink_output, seed=seed, time_unit=time_unit,
+        rate=rate, block_size=block_size, tokenizer=tokenizer, keep_prompts=keep_prompts, skip_damaged=skip_damaged,
+    )  # fmt: skip
+    print(assemble.import_trace(wanted), end="")
+    return ExitCode.OK
+
+
 @app.command()
 @_guarded
 def show(

@@ -5,7 +5,7 @@ of a prompt itself. The ideal is what a cache that never forgets would hit, rows
 here is pure: rows in, tokens out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -58,3 +58,51 @@ class _Seen:
             place = self._next.setdefault((place, block, size), len(self._next) + 1)
             left -= size
         return shared
+
+
+def last_users(rows: Iterable[Request], before: Iterable[Request]) -> list[int]:
+    """Return the places in `before` of those who used last what `rows` find in a boundless cache, in order.
+
+    For each of the rows that is the last one with its longest prefix that was used before; the others leave nothing
+    behind that is asked for. Needs memory for the blocks of `rows` only.
+    """
+    prefixes = _Prefixes()
+    ends = [prefixes.add(row.block_ids or ()) for row in rows]
+    for place, row in enumerate(before):
+        prefixes.use(row.block_ids or (), place)
+    return sorted({user for end in ends if (user := prefixes.last_user(end)) is not None})
+
+
+class _Prefixes:
+    """Prompts as a tree of block ids, and who used each prefix last."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, int], int] = {}
+        self._parent, self._user = [0], [-1]
+
+    def add(self, blocks: Sequence[int]) -> int:
+        """Add a prompt; return its end."""
+        node = 0
+        for block in blocks:
+            following = self._nodes.setdefault((node, block), len(self._parent))
+            if following == len(self._parent):
+                self._parent.append(node)
+                self._user.append(-1)
+            node = following
+        return node
+
+    def use(self, blocks: Sequence[int], user: int) -> None:
+        """Note that a prompt uses the prefixes that it has in common with those added."""
+        node = 0
+        for block in blocks:
+            following = self._nodes.get((node, block))
+            if following is None:
+                return
+            self._user[following] = user
+            node = following
+
+    def last_user(self, node: int) -> int | None:
+        """Return who used the longest used prefix of the prompt that ends here, None if nobody did."""
+        while node and self._user[node] < 0:
+            node = self._parent[node]
+        return self._user[node] if node else None

@@ -15,8 +15,10 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace as changed
 
+from tuner import transforms
 from tuner.errors import SpecError
 from tuner.outside import legible
+from tuner.transforms import Columns
 
 LATEST = 1e12  # later than any clock, and exact enough as a float
 MOST_TOKENS = 10_000_000  # of one prompt or answer; a row of more would fill this host's memory
@@ -223,63 +225,57 @@ def scale_rate(workload: Workload, factor: float, seed: int) -> Workload:
 
     Down: whole prefix groups are kept or dropped, so that reuse inside a group survives. Up: shifted
     copies with relabelled block ids and sessions are laid over the window, so that reuse is not doubled.
-    Method and reasons: thinning single rows of a trace with shared prefixes loses a third to two thirds
-    of its reuse, time scaling shortens every gap.
     """
     if factor == 1:
         return workload
     if not 0 < factor < np.inf:
         raise SpecError(f"--rate-scale {factor}: must be above zero", hint="0.5 halves the request rate")
-    rng = np.random.default_rng(seed)
-    copies, rest = divmod(factor, 1)
-    rows = [row for copy in range(int(copies)) for row in _shifted(workload, copy, rng)]
-    if rest > 1e-9:
-        rows += _thinned(_shifted(workload, int(copies), rng), rest, rng)
-    rows.sort(key=lambda row: row.arrival)
-    if not rows:
+    chosen = transforms.scale_rate(_columns(workload.requests), factor, np.random.default_rng(seed))
+    if not len(chosen):
         raise SpecError(f"--rate-scale {factor}: no row is left", hint="use a larger factor")
+    blocks = 1 + max((b for r in workload.requests for b in r.block_ids or ()), default=0)
+    rows = tuple(
+        changed(relabelled(workload.requests[row], copy, blocks), arrival=arrival)
+        for row, copy, arrival in zip(chosen.row.tolist(), chosen.copy.tolist(), chosen.arrival.tolist(), strict=True)
+    )
     counts = f"{len(rows)} of {len(workload.requests)} rows"
     words = f"rate scaled {factor:g}x (groups thinned, copies relabelled, seed {seed}): {counts}"
     digest = hashlib.sha256(f"{workload.sha256}/{words}".encode()).hexdigest()
-    return replace(workload, requests=tuple(rows), sha256=digest, transforms=(*workload.transforms, words))
+    return replace(workload, requests=rows, sha256=digest, transforms=(*workload.transforms, words))
 
 
-def _shifted(workload: Workload, copy: int, rng: np.random.Generator) -> list[Request]:
-    if copy == 0:
-        return list(workload.requests)
-    start, span = workload.requests[0].arrival, workload.span or 1.0
-    shift = float(rng.uniform(0, span))
-    base = 1 + max((b for r in workload.requests for b in r.block_ids or ()), default=0)
-    return [
-        changed(
-            row,
-            arrival=start + (row.arrival - start + shift) % span,
-            block_ids=None if row.block_ids is None else tuple(b + copy * base for b in row.block_ids),
-            id=None if row.id is None else f"{row.id}/{copy}",
-            session=None if row.session is None else f"{row.session}/{copy}",
-            parent=None if row.parent is None else f"{row.parent}/{copy}",
-        )
-        for row in workload.requests
-    ]
+def _columns(rows: Sequence[Request]) -> Columns:
+    groups: dict[object, int] = {}
+    keys = (group_of(row) or place for place, row in enumerate(rows))
+    group = [groups.setdefault(key, len(groups)) for key in keys]
+    return Columns(
+        np.array([row.arrival for row in rows]),
+        np.array([row.input_len for row in rows]),
+        np.array([row.output_len for row in rows]),
+        np.array(group),
+    )
 
 
-def _thinned(rows: Sequence[Request], share: float, rng: np.random.Generator) -> list[Request]:
-    groups: dict[object, list[Request]] = {}
-    for index, row in enumerate(rows):
-        groups.setdefault(_group(row, index), []).append(row)
-    whole = list(groups.values())
-    kept: list[Request] = []
-    for index in rng.permutation(len(whole)):
-        group = whole[index]
-        if len(kept) + len(group) / 2 <= share * len(rows):
-            kept += group
-    return kept
-
-
-def _group(row: Request, index: int) -> object:
+def group_of(row: Request) -> str | tuple[int, ...] | None:
+    """Return what names the rows that share a session, or the two blocks at their start; None for a row alone."""
     if row.session is not None:
         return row.session
-    return row.block_ids[:2] if row.block_ids and len(row.block_ids) > 1 else index
+    return row.block_ids[:2] if row.block_ids is not None and len(row.block_ids) > 1 else None
+
+
+def relabelled(row: Request, copy: int, blocks: int) -> Request:
+    """Return the row as a copy that shares nothing with the original, whose block ids are below `blocks`.
+
+    Copy 0 is the original itself.
+    """
+    if not copy:
+        return row
+
+    def name(text: str | None) -> str | None:
+        return None if text is None else f"{text}/{copy}"
+
+    ids = None if row.block_ids is None else tuple(block + copy * blocks for block in row.block_ids)
+    return changed(row, block_ids=ids, id=name(row.id), session=name(row.session), parent=name(row.parent))
 
 
 def to_jsonl(requests: Iterable[Request]) -> str:
@@ -293,3 +289,18 @@ def encoded(row: Request) -> bytes:
 
 
 _ENCODER = msgspec.json.Encoder()
+
+
+class Fingerprint:
+    """SHA-256 of what is replayed: the rows without where they came from (source line, model, endpoint)."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+
+    def add(self, row: Request) -> None:
+        """Take the next row in."""
+        self._sha256.update(encoded(changed(row, source_line=None, model=None, endpoint=None)))
+
+    def hexdigest(self) -> str:
+        """Return the fingerprint of the rows so far."""
+        return self._sha256.hexdigest()

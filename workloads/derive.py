@@ -1,10 +1,10 @@
 """Make the small demo workloads from windows of published traces: cut, thin and scale, and say so.
 
-    python -m workloads.derive --traces DIR
+    python -m workloads.derive
 
-DIR holds the published files, unmodified, each folder with its licence text. The same files give the same
-bytes. Nothing is drawn at random: what is thinned or spread follows from a hash of the row's line number or of
-its prefix group, so a row's fate does not depend on its neighbours.
+The windows of the published files, unmodified, are in tests/traces, each folder with its licence text. The same files
+give the same bytes. Nothing is drawn at random: what is thinned or spread follows from a hash of the row's line
+number or of its prefix group, so a row's fate does not depend on its neighbours.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,12 @@ import numpy as np
 import numpy.typing as npt
 from ruamel.yaml import YAML
 
+from tuner.readers import formats
+from tuner.readers.format import Options
+from tuner.readers.source import Source, Tally
+
 HERE = Path(__file__).parent
+TRACES = HERE.parent / "tests" / "traces"
 MAX_MODEL_LEN = 4096
 LONG = 1024  # a prompt of at least this is of class `long`
 QUANTILES = (5, 50, 90, 99, 100)
@@ -90,6 +94,17 @@ class Derived:
     is_scaled: bool = True
 
 
+def recorded(path: Path) -> Cut:
+    """Return the rows of a published trace; arrivals count from its first row."""
+    source = Source(path)
+    rows = list(formats.recognise(source).read(source, Options(), Tally(source)))
+    return whole(
+        Row(round(r.arrival - rows[0].arrival, 6), r.input_len, r.output_len, r.source_line or 0, r.block_ids or (),
+            r.block_size)
+        for r in rows
+    )  # fmt: skip
+
+
 def whole(rows: Iterable[Row]) -> Cut:
     """Return a source of which nothing has been dropped yet."""
     everything = tuple(rows)
@@ -135,24 +150,10 @@ AZURE_SECONDS = 27.0
 AZURE_WINDOWS = {"workload": (60.0, 289.5), "confirm": (420.0, 615.0)}
 
 
-def read_azure(path: Path) -> Iterator[Row]:
-    """Yield the rows of an Azure 2023 file; arrivals count from the file's first row."""
-    first: datetime | None = None
-    with path.open(encoding="ascii", newline="") as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                continue
-            stamp, context, generated = line.strip().split(",")
-            # Seven fraction digits; all of these end in 0, and fromisoformat takes six.
-            when = datetime.fromisoformat(stamp[:26])
-            first = first or when
-            yield Row((when - first).total_seconds(), int(context), int(generated), number)
-
-
 def azure(traces: Path) -> Derived:
     """Return the chat-with-documents mix made from the two Azure traces."""
     folder = traces / "azure_llm_2023"
-    conv, code = whole(read_azure(folder / CONV)), whole(read_azure(folder / CODE))
+    conv, code = recorded(folder / CONV), recorded(folder / CODE)
     cuts = {
         name: {
             CONV: _azure_conversation(window(conv, conv_start, AZURE_SECONDS)),
@@ -210,7 +211,7 @@ RECORDED_WINDOWS = {"workload": 60.0, "confirm": 360.0}
 
 def azure_as_recorded(traces: Path) -> Derived:
     """Return two windows of the conversation trace, unchanged."""
-    source = whole(read_azure(traces / "azure_llm_2023" / CONV))
+    source = recorded(traces / "azure_llm_2023" / CONV)
     cuts = {
         name: {CONV: fits(window(source, start, RECORDED_SECONDS), RECORDED_MODEL_LEN)}
         for name, start in RECORDED_WINDOWS.items()
@@ -270,24 +271,9 @@ MOONCAKE_WINDOWS = {
 }
 
 
-def read_mooncake(path: Path) -> Iterator[Row]:
-    """Yield the rows of a Mooncake file."""
-    with path.open(encoding="ascii") as lines:
-        for number, line in enumerate(lines, start=1):
-            row = json.loads(line)
-            yield Row(
-                row["timestamp"] / 1e3,
-                row["input_length"],
-                row["output_length"],
-                number,
-                tuple(row["hash_ids"]),
-                512,
-            )
-
-
 def mooncake(traces: Path) -> Derived:
     """Return the conversations of Mooncake's trace, shrunk block by block."""
-    source = whole(read_mooncake(traces / "mooncake_conversation" / MOONCAKE))
+    source = recorded(traces / "mooncake_conversation" / MOONCAKE)
     cuts = {
         name: {MOONCAKE: _mooncake(window(source, start, seconds))}
         for name, (start, seconds) in MOONCAKE_WINDOWS.items()
@@ -515,13 +501,16 @@ def write(workload: Derived, traces: Path) -> Path:
     return folder
 
 
+def write_all(traces: Path = TRACES) -> list[Path]:
+    """Write every workload; return their folders."""
+    return [write(make(traces), traces) for make in (azure, azure_as_recorded, mooncake)]
+
+
 def main() -> None:
     """Write every workload."""
     parser = argparse.ArgumentParser(prog="python -m workloads.derive", description=main.__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder with the published traces")
-    traces = parser.parse_args().traces
-    for make in (azure, azure_as_recorded, mooncake):
-        print(write(make(traces), traces))
+    parser.add_argument("--traces", type=Path, default=TRACES, help="folder with the published traces")
+    print(*write_all(parser.parse_args().traces), sep="\n")
 
 
 if __name__ == "__main__":

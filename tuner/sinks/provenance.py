@@ -18,7 +18,7 @@ LONGEST, MOST = 300, 40  # characters of a text, entries of a list
 FACTS = {
     "source": "source",
     "format": "format",
-    "sha256_of_source": "SHA-256 of the source",
+    "source_sha256": "SHA-256 of the source",
     "fingerprint": "fingerprint",
     "started": "recording began",
     "hashed": "block ids made from",

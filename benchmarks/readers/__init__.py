@@ -1,0 +1,1 @@
+"""What reading a trace costs, beside a plain loop over `json.loads`."""

@@ -1,0 +1,269 @@
+"""Make a workload of a trace that somebody else recorded: read it once, decide, write what is kept.
+
+Rows go through a file of their own between the two passes, so that a long trace takes 32 bytes of memory a row.
+Order of what is done to them: shrink, length limit, spreading, time scale, rate, window.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace as changed
+
+from tuner import units
+from tuner.errors import HostError, SpecError
+from tuner.outside import legible
+from tuner.readers import formats
+from tuner.readers.changes import Changes, Plan, plan, shrunk
+from tuner.readers.format import Format, Options
+from tuner.readers.source import Source, Tally
+from tuner.readers.spool import Spool
+from tuner.workload import Fingerprint, Request, encoded
+
+SOURCE = "source.json"
+LARGEST_SCALE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to make of which trace.
+
+    Attributes:
+        source: the trace's file.
+        format: of the file.
+        out: the workload's folder, which is not there yet.
+        options: what the trace does not say itself.
+        skip_damaged: drop and count damaged rows instead of refusing the file.
+        changes: what is done to its rows.
+    """
+
+    source: Path
+    format: Format
+    out: Path
+    options: Options = field(default_factory=Options)
+    skip_damaged: bool = False
+    changes: Changes = field(default_factory=Changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was made of a trace.
+
+    Attributes:
+        folder: the workload's.
+        format: the trace's.
+        read: rows that the trace has; each was kept or dropped.
+        dropped: how many were, by reason.
+        transforms: what was done to those kept, in words, in order.
+        notes: what a reader of results must know.
+        files: rows of each file that was written.
+        fingerprint: of what is replayed (see `workload.Fingerprint`).
+        source_sha256: of the trace's file.
+    """
+
+    folder: Path
+    format: str
+    read: int
+    dropped: Mapping[str, int]
+    transforms: tuple[str, ...]
+    notes: tuple[str, ...]
+    files: Mapping[str, int]
+    fingerprint: str
+    source_sha256: str
+
+    def to_json(self, source: str) -> dict[str, Any]:
+        """Return what `source.json` holds."""
+        return {
+            "source": legible(source), "format": self.format, "source_sha256": self.source_sha256,
+            "rows_read": self.read, "rows_kept": self.read - sum(self.dropped.values()), "dropped": dict(self.dropped),
+            "transforms": list(self.transforms), "notes": list(self.notes), "files": dict(self.files),
+            "fingerprint": self.fingerprint,
+        }  # fmt: skip
+
+
+# --- Flags ------------------------------------------------------------------------------------------------
+
+
+def wanted(source: Path, out: Path | None, **flags: Any) -> Wanted:
+    """Return what flags of the command line ask for, as text or numbers, None where they were not given.
+
+    Raises:
+        SpecError: names the flag that is wrong, or says that the file's format is not certain.
+    """
+    given = {name: value for name, value in flags.items() if value is not None and value is not False}
+    for name in ("max_len", "shrink", "shrink_output", "block_size"):
+        if given.get(name, 1) < 1:
+            raise SpecError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1")
+    for name in ("rate_scale", "time_scale"):
+        if not 0 < given.get(name, 1) < LARGEST_SCALE:
+            raise SpecError(f"--{name.replace('_', '-')} {given[name]:g}: must be above 0 and below {LARGEST_SCALE:g}")
+    file = Source(source)
+    kind = formats.named(given["format"]) if "format" in given else formats.recognise(file)
+    for name in sorted(OPTIONS.keys() & given.keys() - kind.takes):
+        raise SpecError(f"--{name.replace('_', '-')}: means nothing for {kind.name}", hint=f"{kind.name}: {kind.title}")
+    changes = {name: given[name] for name in CHANGES if name in given}
+    if "window" in given:
+        changes["window"] = _duration("--window", given["window"])
+    if "shrink" in given:
+        changes.setdefault("shrink_output", given["shrink"])
+    options = Options(**{OPTIONS[name][0]: OPTIONS[name][1](given[name]) for name in OPTIONS if name in given},
+                      seed=given.get("seed", 0))  # fmt: skip
+    name = source.name.removesuffix(".gz")
+    folder = out if out is not None else Path("workloads") / (name.rpartition(".")[0] or name)
+    return Wanted(source, kind, folder, options, "skip_damaged" in given, Changes(**changes))
+
+
+def _duration(flag: str, text: str) -> float:
+    try:
+        seconds = units.parse_duration(text)
+    except ValueError as error:
+        raise SpecError(f"{flag} {text}: {error}") from None
+    if not seconds:
+        raise SpecError(f"{flag} {text}: must be above zero")
+    return seconds
+
+
+def _unit(text: str) -> float:
+    if text not in {"s", "ms", "us"}:
+        raise SpecError(f"--time-unit {text}: no unit of a trace's clock", hint="one of: s, ms, us")
+    return units.SECONDS_PER_UNIT[text]
+
+
+def _per_second(text: str) -> float:
+    number = text.removesuffix("/s")
+    try:
+        rate = float(number)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf") or number == text:
+        raise SpecError(f"--rate {text}: not a rate such as 2/s")
+    return rate
+
+
+CHANGES = ("shrink", "shrink_output", "max_len", "rate_scale", "time_scale", "spread_steps", "seed")
+# Flag -> the option of a reader, and what makes it of the flag's value.
+OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "block_size": ("block_size", int),
+    "time_unit": ("time_unit", _unit),
+    "rate": ("rate", _per_second),
+    "keep_prompts": ("keep_prompts", bool),
+}
+
+
+# --- The import -------------------------------------------------------------------------------------------
+
+
+def run(wanted: Wanted) -> Imported:
+    """Write the workload's folder, whole or not at all, and return what is in it.
+
+    Raises:
+        SpecError: the trace cannot be read so, or nothing is left of it; names file and line.
+        HostError: the folder cannot be written.
+    """
+    _refuse_existing(wanted.out)
+    tally = Tally(Source(wanted.source), skip_damaged=wanted.skip_damaged)
+    with _beside(wanted.out) as folder, tempfile.TemporaryFile(dir=folder) as file:
+        spool = Spool(file)
+        _fill(spool, tally, wanted)
+        found = plan(wanted.changes, spool)
+        tally.dropped.update(found.dropped)
+        files, fingerprint = _write(folder, spool, found, wanted.changes.time_scale)
+        imported = Imported(
+            folder=wanted.out, format=wanted.format.name, read=tally.read, dropped=dict(sorted(tally.dropped.items())),
+            transforms=found.transforms, notes=(*tally.noted, *found.notes), files=files, fingerprint=fingerprint,
+            source_sha256=_sha256(wanted.source),
+        )  # fmt: skip
+        (folder / SOURCE).write_text(json.dumps(imported.to_json(wanted.source.name), indent=1) + "\n")
+        folder.rename(wanted.out)
+    return imported
+
+
+def told(found: Imported) -> Iterator[str]:
+    """Yield what became of the rows, in words."""
+    dropped = sum(found.dropped.values())
+    why = f" ({_reasons(found.dropped)})" if dropped else ""
+    rows = f"{found.read:,} rows read = {found.read - dropped:,} kept + {dropped:,} dropped{why}"
+    yield f"{found.folder}: {found.format}, {rows}"
+    yield from (f"  {words}" for words in found.transforms)
+    yield from (f"  note: {words}" for words in found.notes)
+    yield "  " + ", ".join(f"{name}.jsonl {rows:,} rows" for name, rows in found.files.items())
+
+
+# --- First pass: every row once ---------------------------------------------------------------------------
+
+
+def _fill(spool: Spool, tally: Tally, wanted: Wanted) -> None:
+    """Read the trace into the spool."""
+    changes = wanted.changes
+    for row in wanted.format.read(tally.source, wanted.options, tally):
+        kept = shrunk(row, changes)
+        if changes.max_len is not None and kept.input_len + kept.output_len > changes.max_len:
+            tally.drop(f"input + output above {changes.max_len:,} tokens")
+        else:
+            spool.add(kept)
+    if not len(spool):
+        raise SpecError(
+            f"{wanted.source}: none of {tally.read:,} rows is left: {_reasons(tally.dropped) or 'it is empty'}"
+        )
+
+
+# --- Second pass: what is kept ----------------------------------------------------------------------------
+
+
+def _write(folder: Path, spool: Spool, plan: Plan, time_scale: float) -> tuple[dict[str, int], str]:
+    """Write a file a part; return the rows of each, and the fingerprint of the workload."""
+    fingerprint = Fingerprint()
+    for name, part in plan.parts.items():
+        with (folder / f"{name}.jsonl").open("wb") as file:
+            rows = spool.rows(part.row, part.copy)
+            for row, arrival in zip(rows, part.arrival.tolist(), strict=True):
+                placed = _placed(row, arrival, time_scale)
+                file.write(encoded(placed))
+                if name == "workload":
+                    fingerprint.add(placed)
+    return {name: len(part.row) for name, part in plan.parts.items()}, fingerprint.hexdigest()
+
+
+def _placed(row: Request, arrival: float, time_scale: float) -> Request:
+    if row.think_time is None or time_scale == 1:
+        return changed(row, arrival=arrival)
+    return changed(row, arrival=arrival, think_time=round(row.think_time * time_scale, 6))
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists():
+        raise SpecError(f"-o {out}: is there already", hint="give another folder, or remove this one")
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """Make a folder next to the one that is wanted; it is gone afterwards unless it was renamed."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        folder.chmod(0o755)
+    except OSError as error:
+        raise HostError(f"{out}: cannot be made: {error.strerror}", hint="give another folder: -o") from error
+    try:
+        yield folder
+    except OSError as error:
+        raise HostError(f"{out}: cannot be written: {error.strerror}", hint="is the disk full?") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _reasons(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in sorted(dropped.items()))

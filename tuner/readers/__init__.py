@@ -1,0 +1,1 @@
+"""Read traces that somebody else recorded, a file each format; `formats.FORMATS` is the table."""
