@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_a_card_says_how_much_how_fast_and_how_long() -> None:
     assert ["span", "11", "s"] in lines
     assert ["requests", "per", "second", "1.09"] in lines
     assert ["dispersion", "of", "arrivals", "at", "1", "s", "0.00"] in lines
-    assert ["window,", "input", *["100"] * 6, "1,200"] in lines
+    assert ["window,", "prompt", *["100"] * 6, "1,200"] in lines
     assert not [line for line in lines if line[:1] in (["sessions"], ["stamps"], ["turns"], ["ideal"])]
 
 
@@ -78,18 +79,19 @@ def test_each_file_of_a_workload_has_a_column_and_lacks_what_it_lacks() -> None:
     """Only the window is told after its history; a file without a figure has an empty cell."""
     rows = some(2, block_ids=(1, 2), block_size=64)
     made = card.of(Workload("w", rows, "ab", history=rows[:1], confirm=some(1)))
-    grid = {label: cells for label, *cells in card.grid(made.shapes)}
+    grid = {label: cells for label, *cells in card.grid(made)}
 
-    assert grid[""] == ["window", "confirm", "history"]
-    assert grid["ideal prefix hit, cold"] == ["48 %", "", "0.0 %"]
-    assert grid["ideal prefix hit, after the history"] == ["96 %", "", ""]
-    assert grid["span"] == ["1 s", "", ""]
+    assert grid[""] == ["window", "confirm"]
+    assert grid["ideal prefix hit, cold"] == ["48 %", ""]
+    assert grid["ideal prefix hit, after the history"] == ["96 %", ""]
+    assert grid["span"] == ["1 s", ""]
+    assert grid["history before it, requests / prompt tokens"] == ["1 / 100", ""]
 
 
 def test_limits_are_shown_up_to_the_first_that_takes_all() -> None:
     """Half of the rows are longer than 4k and hold nine tenths of the tokens; 16k is not asked about."""
     rows = (Request(0.0, 800, 100), Request(1.0, 8000, 100))
-    grid = dict(card.grid(card.of(Workload("w", rows, "ab")).shapes))
+    grid = dict(card.grid(card.of(Workload("w", rows, "ab"))))
 
     assert [label for label in grid if label.startswith("above")] == [
         "above 4k: rows / their tokens", "above 8k: rows / their tokens",
@@ -238,7 +240,8 @@ def test_show_tells_the_card_of_a_folder_and_where_its_picture_is(tmp_path: Path
     text = show(folder).replace("\n", "")
     assert f"Picture: {folder / 'card.png'}" in text
     assert "format: mooncake" in text
-    assert re.search(r"requests +12 +3", text)
+    assert re.search(r"requests +12", text)
+    assert re.search(r"prompt tokens +3 / 300", text)
 
 
 def test_show_tells_the_card_of_a_file_alone(tmp_path: Path) -> None:
@@ -256,10 +259,11 @@ MANY = tuple(
     Request(float(at), 4097 + i % 4000, 1 + i % 900, (i % 50, 50 + i), 4096)
     for i, at in enumerate(np.cumsum(RNG.exponential(0.05, 100_000)))
 )
+IDS: dict[str, Any] = {"block_ids": (1, 2), "block_size": 64}
 PICTURED = {
     "one row": Workload("w", some(1), "ab"),
     "all at once": Workload("w", tuple(Request(5.0, 1, 1) for _ in range(9)), "ab"),
-    "everything": Workload(HOSTILE, some(block_ids=(1, 2), block_size=64), "ab", history=some(40), confirm=some(99)),
+    "everything": Workload(HOSTILE, some(**IDS), "ab", history=some(40, **IDS), confirm=some(99)),
     "one row after one": Workload("$\\frac$", some(1), "ab", history=some(1)),
     "ages": Workload("w", (*some(), Request(1e12, 10_000_000, 10_000_000)), "ab"),
     "a hundred thousand": Workload("w", MANY, "ab"),
@@ -281,34 +285,44 @@ def texts(workload: Workload) -> list[str]:
 
 
 def test_the_picture_names_what_it_shows() -> None:
-    """Window, history, confirm; what was seen before, where it is known; medians."""
-    full, bare = texts(PICTURED["everything"]), texts(PICTURED["one row"])
-
-    assert full[:4] == ["window (12)", "history before it (40, its last 11 s)", "confirm (99), laid over it", "new"]
-    assert full[4] == "seen before, in whole blocks of 16: 88 % of the window"
-    assert full[5:] == ["prompt tokens, median 100", "output tokens, median 10"]
-    assert bare[1] == "prompts; no block ids, so what they share is not known"
+    """Window and confirm; what was seen before and where, if that is known; medians."""
+    assert texts(PICTURED["everything"]) == [
+        "window (12)", "confirm (99), laid over it", "new in whole blocks of 16: 4.0 %",
+        "seen earlier in the window: 88 %", "seen in the history only: 8.0 %",
+        "prompt tokens, median 100", "output tokens, median 10",
+    ]  # fmt: skip
+    assert texts(PICTURED["one row"])[:2] == ["window (1)", "prompts; no block ids, so what they share is not known"]
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.floats(0, 5000), min_size=1, max_size=30), st.lists(st.floats(0, 5000), max_size=30),
-)  # fmt: skip
-def test_each_row_is_in_one_bin(window: list[float], history: list[float]) -> None:
-    """The bars add up to the rows and to their tokens; what is drawn of a history lies before zero."""
-    rows, before = (tuple(Request(t, 7, 1, (i,), 16) for i, t in enumerate(sorted(ts))) for ts in (window, history))
-    drawn = traffic.figure(Workload("w", rows, "ab", history=before))
-    first, tokens, _ = drawn.axes
-    values, edges, _ = first.patches[0].get_data()
+@given(st.lists(st.tuples(st.floats(0, 5000), st.integers(0, 3)), min_size=1, max_size=30), st.integers(0, 3))
+def test_each_row_is_in_one_bin(window: list[tuple[float, int]], before: int) -> None:
+    """The bars add up to the rows, and one on the other to their tokens and to what the card says was seen before."""
+    rows = tuple(Request(t, 70, 1, (i, 9), 64) for t, i in sorted(window))
+    traffic_ = Workload("w", rows, "ab", history=tuple(Request(0.0, 70, 1, (i, 9), 64) for i in range(before)))
+    arrivals, tokens, _ = traffic.figure(traffic_).axes
+    edges = arrivals.patches[0].get_data().edges
+    levels = [np.broadcast_to(p.get_data().baseline, len(edges) - 1) for p in tokens.patches]
+    levels.append(tokens.patches[-1].get_data().values)
+    totals = [float((level * np.diff(edges)).sum()) for level in levels]
 
-    assert (values * np.diff(edges)).sum() == pytest.approx(len(rows))
-    assert values[edges[:-1] < 0].sum() == 0
-    new, every = (patch.get_data() for patch in tokens.patches[:2])
-    assert (every.values * np.diff(edges))[edges[:-1] >= 0].sum() == pytest.approx(7 * len(rows))
-    np.testing.assert_array_equal(every.baseline, new.values)
-    if before:
-        earlier, _, _ = first.patches[1].get_data()
-        assert earlier[edges[:-1] >= 0].sum() == 0
+    assert (arrivals.patches[0].get_data().values * np.diff(edges)).sum() == pytest.approx(len(rows))
+    assert (totals[0], totals[-1]) == pytest.approx((0, 70 * len(rows)))
+    reuse = card.of(traffic_).shapes["window"].reuse
+    assert reuse is not None
+    assert (totals[2] - totals[1]) / totals[-1] == pytest.approx(reuse.cold)
+    assert 1 - totals[1] / totals[-1] == pytest.approx(reuse.after_history if before else reuse.cold)
+    for below, above in pairwise(tokens.patches):
+        np.testing.assert_array_equal(below.get_data().values, above.get_data().baseline)
+
+
+def test_bins_hold_whole_steps_of_a_stepped_clock() -> None:
+    """Bins of 2 s over steps of 3 s would show lulls that nobody recorded, as would a step a millisecond short."""
+    rows = tuple(Request(3.0 * i - 0.001 * (i % 2), 10, 1) for i in range(50) for _ in range(4))
+    values, edges, _ = traffic.figure(Workload("w", rows, "ab")).axes[0].patches[0].get_data()
+
+    assert np.diff(edges) == pytest.approx(3.0, abs=0.001)
+    assert values == pytest.approx(4 / 3, rel=0.001)
 
 
 def test_the_busiest_second_of_a_bin_is_marked() -> None:

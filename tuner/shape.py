@@ -159,6 +159,11 @@ def describe(rows: Sequence[Request], history: Sequence[Request] = ()) -> Shape:
     )  # fmt: skip
 
 
+def clock_steps(rows: Sequence[Request]) -> Steps | None:
+    """Return the steps of the clock alone, of rows in order of arrival."""
+    return _steps(_stamps(rows))
+
+
 def _stamps(rows: Sequence[Request]) -> Numbers:
     """Return arrivals in whole microseconds from the first, as exact as a trace: no bin depends on a rounding."""
     arrivals = np.array([r.arrival for r in rows])

@@ -17,7 +17,7 @@ from tuner.sinks.provenance import Provenance
 from tuner.sinks.runfolder import write_atomically
 from tuner.sinks.words import markdown, percent, plain
 from tuner.units import format_elapsed
-from tuner.workload import Request, Workload
+from tuner.workload import Workload
 
 PICTURE, PAGE = "card.png", "card.md"  # in a run folder, where README.md would be taken for the run's
 QUANTILES = tuple(Lengths.__dataclass_fields__)
@@ -29,7 +29,8 @@ class Card:
 
     Attributes:
         name, sha256, transforms: the workload's own.
-        shapes: of its files that have rows, the window first.
+        shapes: of the window, and of the rows to confirm with where there are such.
+        history: of the rows before the window, which may be only those that it will hit; None without.
         has_prompts: whether rows of the window bring prompts of their own.
         origin: what is written about where the rows came from.
         picture: the picture beside the rows, where there is one.
@@ -39,6 +40,7 @@ class Card:
     sha256: str
     transforms: tuple[str, ...]
     shapes: Mapping[str, Shape]
+    history: Shape | None
     has_prompts: bool
     origin: Provenance | None
     picture: Path | None
@@ -46,16 +48,13 @@ class Card:
 
 def of(workload: Workload, folder: Path | None = None) -> Card:
     """Return the card of a workload; `folder` is where its rows lie, None when they are a file of their own."""
-    files: dict[str, tuple[tuple[Request, ...], tuple[Request, ...]]] = {
-        "window": (workload.requests, workload.history),
-        "confirm": (workload.confirm, ()),
-        "history": (workload.history, ()),
-    }
+    shapes = {"window": describe(workload.requests, workload.history)}
     return Card(
         name=plain(workload.name),
         sha256=plain(workload.sha256),
         transforms=tuple(map(plain, workload.transforms)),
-        shapes={name: describe(rows, before) for name, (rows, before) in files.items() if rows},
+        shapes=shapes | ({"confirm": describe(workload.confirm)} if workload.confirm else {}),
+        history=describe(workload.history) if workload.history else None,
         has_prompts=any(row.prompt is not None for row in workload.requests),
         origin=provenance.read(folder) if folder is not None else None,
         picture=folder / PICTURE if folder is not None and (folder / PICTURE).is_file() else None,
@@ -79,10 +78,15 @@ def write(folder: Path, workload: Workload, *, name: str = "README.md") -> None:
 Figure = Callable[[Shape], str | None]
 
 
-def grid(shapes: Mapping[str, Shape]) -> list[tuple[str, ...]]:
+def grid(card: Card) -> list[tuple[str, ...]]:
     """Return what is told of the traffic: a row of labels, then a row a figure, "" where a file lacks it."""
+    shapes = card.shapes
     told = ((label, [figure(shape) for shape in shapes.values()]) for label, figure in _figures(shapes).items())
-    return [("", *shapes), *((label, *(cell or "" for cell in cells)) for label, cells in told if any(cells))]
+    rows = [("", *shapes), *((label, *(cell or "" for cell in cells)) for label, cells in told if any(cells))]
+    if (before := card.history) is not None:
+        cell = f"{before.rows:,} / {before.input_len.total:,}"
+        rows.append(("history before it, requests / prompt tokens", cell, *[""] * (len(shapes) - 1)))
+    return rows
 
 
 def _figures(shapes: Mapping[str, Shape]) -> dict[str, Figure]:
@@ -140,7 +144,7 @@ def lengths(shapes: Mapping[str, Shape]) -> list[tuple[str, ...]]:
 
 
 def _sides(shape: Shape) -> tuple[tuple[str, Lengths], ...]:
-    return ("input", shape.input_len), ("output", shape.output_len)
+    return ("prompt", shape.input_len), ("output", shape.output_len)
 
 
 def warnings(card: Card) -> Iterator[str]:
@@ -149,7 +153,7 @@ def warnings(card: Card) -> Iterator[str]:
     if (steps := window.steps) is not None:
         yield (
             f"The clock moves in steps of {steps.step:.3g} s, with up to {steps.most:,} requests on one stamp: most of "
-            "that burst is the recorder's, and it is replayed as recorded."
+            "that burst is the recorder's. It is replayed as recorded unless tune import --spread-steps spreads it."
         )
     if window.reuse is None and card.has_prompts:
         yield "The rows bring prompts of their own; what these share is not counted here."
@@ -164,11 +168,11 @@ def meanings(shapes: Mapping[str, Shape]) -> Iterator[str]:
     """Yield what the words of the figures mean."""
     if any(shape.dispersion for shape in shapes.values()):
         yield "Dispersion: variance / mean of the arrivals per full bin, 1 for Poisson."
-    yield "Above: input and output together, with 1k as 1,024 tokens."
+    yield "Above: prompt and output together, with 1k as 1,024 tokens."
     if (reuse := shapes["window"].reuse) is not None:
         recorded = ", ".join(f"{size:,}" for size in reuse.recorded)
         yield (
-            f"Ideal prefix hit: share of input tokens that stood in earlier rows, in whole blocks of "
+            f"Ideal prefix hit: share of prompt tokens that stood in earlier rows, in whole blocks of "
             f"{reuse.block_size} (the trace's own have {recorded}), in a cache without limit."
         )
 
@@ -182,7 +186,7 @@ def render(card: Card) -> RenderableType:
     after = [Text(), *(Text(f"Note: {text}") for text in warnings(card))]
     after += [Text(text, style="dim") for text in meanings(card.shapes)]
     after += [Text(plain(f"Picture: {card.picture}"))] if card.picture else []
-    return Group(*lines, _table(grid(card.shapes)), Text(), _table(lengths(card.shapes)), *after)
+    return Group(*lines, _table(grid(card)), Text(), _table(lengths(card.shapes)), *after)
 
 
 def _origin(card: Card) -> Iterator[str]:
@@ -209,7 +213,7 @@ def page(card: Card) -> str:
     lines = [f"# {markdown(card.name)}", "", f"![Arrivals, shared prompts and lengths]({PICTURE})", ""]
     sections = {
         "Origin": _items(_origin(card)),
-        "Traffic": _rows(grid(card.shapes)),
+        "Traffic": _rows(grid(card)),
         "Lengths": _rows(lengths(card.shapes)),
         "Notes": [*_items(warnings(card)), *_items(meanings(card.shapes))],
     }

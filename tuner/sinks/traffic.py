@@ -1,12 +1,12 @@
 """The picture of a workload: when its requests come, what of their prompts came before, how long they are.
 
-Three panels. Arrivals and prompt tokens share a time axis, on which the window begins at zero and its history lies
-before it; lengths have a logarithmic axis of their own. Everything is drawn from sums over bins, so that a hundred
-thousand rows look like a hundred, and no row's content is looked at.
+Three panels. Arrivals and prompt tokens share a time axis, on which the window begins at zero; lengths have a
+logarithmic axis of their own. Everything is drawn from sums over bins, so that a hundred thousand rows look like a
+hundred, and no row's content is looked at.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
-from tuner.reuse import ideal_hits
-from tuner.shape import SERVER_BLOCK
+from tuner.reuse import Tokens, ideal_hits
+from tuner.shape import SERVER_BLOCK, clock_steps
 from tuner.sinks.palette import BLUE, GREY, INK, ORANGE, PURPLE, SKY
 from tuner.sinks.timeline import bin_width
 from tuner.sinks.words import percent, plain
@@ -23,25 +23,25 @@ from tuner.workload import Request, Workload
 
 LENGTH_BINS = 60
 NARROWEST = 1.0  # s, of a bin of time
-MOST_HISTORY = 1.0  # of the window's span: what lies further back would leave the window no room
+EARLY = 0.03  # of a bin: no step is as exact as the next
 
 Floats = npt.NDArray[np.float64]
 COUNT = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
-def figure_png(workload: Workload, *, title: str = "") -> bytes:
+def figure_png(workload: Workload) -> bytes:
     """Return the picture as a PNG of 1000 x 900."""
     out = io.BytesIO()
-    figure(workload, title=title).savefig(out, format="png")
+    figure(workload).savefig(out, format="png")
     return out.getvalue()
 
 
-def figure(workload: Workload, *, title: str = "") -> Figure:
+def figure(workload: Workload) -> Figure:
     """Return the picture as matplotlib has it."""
     drawn = Figure(figsize=(10, 9), dpi=100, layout="constrained")
     arrivals, tokens, lengths = drawn.subplots(3, 1, height_ratios=(4, 4, 3))
     tokens.sharex(arrivals)
-    arrivals.set_title(plain(title or workload.name)[:110], loc="left", fontsize=11, pad=28, parse_math=False)
+    arrivals.set_title(plain(workload.name)[:110], loc="left", fontsize=11, pad=28, parse_math=False)
     edges = _edges(workload)
     _arrivals(arrivals, workload, edges)
     _tokens(tokens, workload, edges)
@@ -56,85 +56,55 @@ def figure(workload: Workload, *, title: str = "") -> Figure:
 
 
 def _edges(workload: Workload) -> Floats:
-    """Return the borders of the bins of time, in seconds; one of them is zero, where the window begins."""
-    before = min(_span(workload.history), MOST_HISTORY * max(workload.span, NARROWEST))
-    width = max(bin_width(max(workload.span + before, NARROWEST)), NARROWEST)
-    first, last = -np.ceil(before / width), np.floor(workload.span / width) + 1
-    return np.asarray(np.arange(first, last + 1) * width, dtype=np.float64)
+    """Return the borders of the bins of time, in seconds, around all arrivals from the first one.
 
-
-def _span(rows: Sequence[Request]) -> float:
-    return rows[-1].arrival - rows[0].arrival if rows else 0.0
+    A bin holds whole steps of a clock that goes in steps, and begins a little before one.
+    """
+    width = max(bin_width(max(workload.span, NARROWEST)), NARROWEST)
+    early, steps = 0.0, clock_steps(workload.requests)
+    if steps is not None:
+        width, early = steps.step * np.ceil(width / steps.step), EARLY
+    bins = np.floor(workload.span / width + early) + 1
+    return np.asarray((np.arange(bins + 1) - early) * width, dtype=np.float64)
 
 
 def _times(rows: Sequence[Request]) -> Floats:
     return np.array([r.arrival - rows[0].arrival for r in rows], dtype=np.float64)
 
 
-def _times_before(rows: Sequence[Request]) -> Floats:
-    """Return arrivals of a history as if the window began right after its last one: its clock is its own."""
-    end = np.nextafter(rows[-1].arrival, np.inf)
-    return np.array([r.arrival - end for r in rows], dtype=np.float64)
-
-
 def _arrivals(axes: Axes, workload: Workload, edges: Floats) -> None:
-    width, rows = edges[1] - edges[0], workload.requests
-    rates = [_sums(_times(rows), edges) / width]
-    axes.stairs(rates[0], edges, fill=True, color=BLUE, alpha=0.8, label=f"window ({len(rows):,})")
-    if workload.history:
-        rates.append(_sums(_times_before(workload.history), edges) / width)
-        axes.stairs(rates[1], edges, fill=True, color=GREY, alpha=0.8, label=_before(workload, edges))
+    width, times = edges[1] - edges[0], _times(workload.requests)
+    _bars(axes, _sums(times, edges) / width, edges, BLUE, f"window ({len(times):,})")
     if workload.confirm:
-        inside = edges[edges >= 0]
-        rate = _sums(_times(workload.confirm), inside) / width
-        axes.stairs(rate, inside, baseline=None, color=ORANGE, linewidth=1.4,
+        rate = _sums(_times(workload.confirm), edges) / width
+        axes.stairs(rate, edges, baseline=None, color=ORANGE, linewidth=1.4,
                     label=f"confirm ({len(workload.confirm):,}), laid over it")  # fmt: skip
     if width > 1:
-        axes.plot((edges[:-1] + edges[1:]) / 2, _peaks(_times(rows), edges), "_", color=INK, markersize=5,
+        axes.plot((edges[:-1] + edges[1:]) / 2, _peaks(times, edges), "_", color=INK, markersize=5,
                   label="busiest second of a bin")  # fmt: skip
-    _mark_window(axes, workload, edges)
-    axes.set_ylabel(f"arrivals per second\n(bins of {width:,g} s)")
+    axes.set_ylabel(f"arrivals per second\n(bins of {width:,.3g} s)")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(COUNT)
     axes.tick_params(labelbottom=False)
 
 
-def _before(workload: Workload, edges: Floats) -> str:
-    is_cut = _span(workload.history) > -edges[0]
-    return f"history before it ({len(workload.history):,}{f', its last {-edges[0]:,.0f} s' if is_cut else ''})"
-
-
 def _peaks(times: Floats, edges: Floats) -> Floats:
     """Return the arrivals of each bin's busiest second, nothing for a bin without any."""
-    seconds, counts = np.unique(np.floor(times), return_counts=True)
+    place = np.searchsorted(edges, times, side="right") - 1
+    seconds = np.stack([place, np.floor(times - edges[place])])
+    (bins, _), counts = np.unique(seconds, axis=1, return_counts=True)
     peaks = np.full(len(edges) - 1, np.nan)
-    np.fmax.at(peaks, np.searchsorted(edges, seconds, side="right") - 1, counts.astype(np.float64))
+    np.fmax.at(peaks, bins.astype(np.int64), counts.astype(np.float64))
     return peaks
 
 
-def _mark_window(axes: Axes, workload: Workload, edges: Floats) -> None:
-    """Shade the window where something else is beside it."""
-    if edges[0] < 0:
-        axes.axvspan(0, max(workload.span, NARROWEST), color=BLUE, alpha=0.07, linewidth=0, zorder=0)
-
-
 def _tokens(axes: Axes, workload: Workload, edges: Floats) -> None:
-    """Draw the prompt tokens of history and window: what an ideal cache would hold on top of what is new."""
-    history, rows = workload.history, workload.requests
-    held = ideal_hits((*history, *rows), SERVER_BLOCK)
-    size = np.array([r.input_len for r in (*history, *rows)])
-    time = np.concatenate([_times_before(history) if history else np.empty(0), _times(rows)])
-    width = edges[1] - edges[0]
-    new, every = _sums(time, edges, size - held) / width, _sums(time, edges, size) / width
-    if any(r.block_ids for r in rows):
-        share = percent(float(held[len(history) :].sum() / size[len(history) :].sum()))
-        old = f"seen before, in whole blocks of {SERVER_BLOCK}: {share} of the window"
-        axes.stairs(new, edges, fill=True, color=BLUE, alpha=0.8, label="new")
-        axes.stairs(every, edges, baseline=new, fill=True, color=SKY, alpha=0.8, label=old)
-    else:
-        what = "prompts; no block ids, so what they share is not known"
-        axes.stairs(every, edges, fill=True, color=BLUE, alpha=0.8, label=what)
-    _mark_window(axes, workload, edges)
+    """Draw the prompt tokens of the window: on top of those that are new, those that an ideal cache would hold."""
+    below = np.zeros(len(edges) - 1)
+    for label, colour, tokens in _sources(workload):
+        rate = _sums(_times(workload.requests), edges, tokens) / (edges[1] - edges[0])
+        _bars(axes, rate, edges, colour, label, below=below)
+        below = below + rate
     axes.set_ylabel("prompt tokens per second")
     axes.yaxis.set_major_formatter(COUNT)
     axes.xaxis.set_major_formatter(COUNT)
@@ -142,7 +112,29 @@ def _tokens(axes: Axes, workload: Workload, edges: Floats) -> None:
     axes.set_xlim(edges[0], edges[-1])
 
 
-def _sums(times: Floats, edges: Floats, weights: npt.NDArray[np.int64] | None = None) -> Floats:
+def _sources(workload: Workload) -> Iterator[tuple[str, str, Tokens]]:
+    """Yield, with label and colour, how many tokens of each prompt are new, were in the window, in the history only."""
+    rows, history = workload.requests, workload.history
+    size = np.array([r.input_len for r in rows])
+    if not any(r.block_ids for r in rows):
+        yield "prompts; no block ids, so what they share is not known", BLUE, size
+        return
+    cold, warm = ideal_hits(rows, SERVER_BLOCK), ideal_hits(rows, SERVER_BLOCK, history)
+
+    def share(tokens: Tokens) -> str:
+        return percent(float(tokens.sum() / size.sum()))
+
+    yield f"new in whole blocks of {SERVER_BLOCK}: {share(size - warm)}", BLUE, size - warm
+    yield f"seen earlier in the window: {share(cold)}", SKY, cold
+    if history:
+        yield f"seen in the history only: {share(warm - cold)}", GREY, warm - cold
+
+
+def _bars(axes: Axes, heights: Floats, edges: Floats, colour: str, label: str, *, below: Floats | float = 0) -> None:
+    axes.stairs(heights + below, edges, baseline=below, fill=True, color=colour, alpha=0.8, label=label)
+
+
+def _sums(times: Floats, edges: Floats, weights: Tokens | None = None) -> Floats:
     return np.asarray(np.histogram(times, edges, weights=weights)[0], dtype=np.float64)
 
 
