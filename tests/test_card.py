@@ -15,8 +15,9 @@ from markdown_it import MarkdownIt
 from matplotlib.image import imread
 from rich.console import Console
 
+from tuner import intake
 from tuner import workload as workloads
-from tuner.assemble import show
+from tuner.assemble import import_trace, show
 from tuner.errors import HostError
 from tuner.sinks import card, provenance, traffic
 from tuner.workload import Request, Workload, to_jsonl
@@ -31,6 +32,7 @@ RECORDING: dict[str, Any] = {
     "rows": 30, "not_written": {"no usage in the stream": 2}, "hashed": "tokens", "block_size": 16,
     "started": "2026-11-30T10:00:00Z",
 }  # fmt: skip
+IDS: dict[str, Any] = {"block_ids": (1, 2), "block_size": 64}
 
 
 def some(n: int = 12, **fields: Any) -> tuple[Request, ...]:
@@ -77,7 +79,7 @@ def test_a_card_says_how_much_how_fast_and_how_long() -> None:
 
 def test_each_file_of_a_workload_has_a_column_and_lacks_what_it_lacks() -> None:
     """Only the window is told after its history; a file without a figure has an empty cell."""
-    rows = some(2, block_ids=(1, 2), block_size=64)
+    rows = some(2, **IDS)
     made = card.of(Workload("w", rows, "ab", history=rows[:1], confirm=some(1)))
     grid = {label: cells for label, *cells in card.grid(made)}
 
@@ -106,17 +108,29 @@ def test_a_burst_of_the_recorders_clock_is_warned_of() -> None:
     (warning,) = card.warnings(card.of(Workload("w", stepped, "ab")))
 
     assert "steps of 3 s, with up to 10 requests on one stamp" in warning
-    assert list(card.warnings(card.of(Workload("w", some(100, block_ids=(1, 2), block_size=64), "ab")))) == []
+    assert list(card.warnings(card.of(Workload("w", some(100, **IDS), "ab")))) == []
 
 
 def test_what_is_not_known_of_reuse_is_said() -> None:
     """Rows without ids, with prompts of their own, and half and half."""
-    ids = {"block_ids": (1, 2), "block_size": 64}
-    rows = {"no block ids": some(), "not counted": some(prompt="hello"), "50 % of the rows": some(2, **ids) + some(2)}
+    rows = {"no block ids": some(), "not counted": some(prompt="hello"), "50 % of the rows": some(2, **IDS) + some(2)}
 
     for words, requests in rows.items():
         (warning,) = card.warnings(card.of(Workload("w", requests, "ab")))
         assert words in warning
+
+
+def test_blocks_beyond_what_memory_holds_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million rows with ids would take gigabytes: what is not counted is absent and said."""
+    rows = some(12, **IDS)
+    monkeypatch.setattr("tuner.shape.MOST_BLOCKS", 25)
+    assert card.of(Workload("w", rows, "ab")).shapes["window"].reuse is not None
+    assert list(card.warnings(card.of(Workload("w", rows, "ab")))) == []
+    made = card.of(Workload("w", rows, "ab", history=rows[:1]))
+
+    assert list(card.warnings(made)) == ["There are too many blocks to count what prompts share."]
+    assert not [label for label, *_ in card.grid(made) if label.startswith("ideal")]
+    assert texts(Workload("w", rows, "ab", history=rows[:1]))[1] == "prompts; too many blocks to count what they share"
 
 
 def test_no_prompt_is_told(tmp_path: Path) -> None:
@@ -252,6 +266,22 @@ def test_show_tells_the_card_of_a_file_alone(tmp_path: Path) -> None:
     assert "mooncake" not in show(folder / "workload.jsonl")
 
 
+def test_an_import_leaves_its_card(tmp_path: Path) -> None:
+    """A published trace, cut to windows: the page tells where the rows came from, and of a warm cache."""
+    trace = Path(__file__).parent / "traces" / "mooncake_conversation" / "conversation_first2000.jsonl"
+    said = import_trace(intake.wanted(trace, tmp_path / "chat", window="2min", max_len=8192))
+    page = (tmp_path / "chat" / "README.md").read_text().replace("\\", "")
+
+    assert (tmp_path / "chat" / "card.png").read_bytes().startswith(b"\x89PNG")
+    for words in ("source: conversation_first2000.jsonl", "rows read: 2,000", "input + output above 8,192 tokens"):
+        assert words in page
+        assert words in said
+    assert re.search(r"\| ideal prefix hit, after the history \| \d+ % \|", page)
+    assert re.search(
+        r"\| above 4k: rows / their tokens \| [^|]+ \| [^|]+ \|\n\| above 8k: [^|]+ \| none \| none \|", page
+    )
+
+
 # --- The picture ------------------------------------------------------------------------------------------
 
 RNG = np.random.default_rng(0)
@@ -259,7 +289,6 @@ MANY = tuple(
     Request(float(at), 4097 + i % 4000, 1 + i % 900, (i % 50, 50 + i), 4096)
     for i, at in enumerate(np.cumsum(RNG.exponential(0.05, 100_000)))
 )
-IDS: dict[str, Any] = {"block_ids": (1, 2), "block_size": 64}
 PICTURED = {
     "one row": Workload("w", some(1), "ab"),
     "all at once": Workload("w", tuple(Request(5.0, 1, 1) for _ in range(9)), "ab"),

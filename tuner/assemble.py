@@ -320,8 +320,9 @@ def show(target: Path) -> str:
 
 
 def import_trace(wanted: intake.Wanted) -> str:
-    """Make a workload of a trace; return what became of its rows, in words."""
+    """Make a workload of a trace, with its card; return what became of its rows, in words."""
     found = intake.run(wanted)
+    card.write(found.folder, workloads.load(found.folder))
     return "\n".join([*intake.told(found), *show(found.folder).splitlines(), ""])
 
 

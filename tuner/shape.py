@@ -6,6 +6,7 @@ do not say is absent: one row has no rate, a trace without sessions no turns.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Self
 
@@ -19,6 +20,7 @@ SERVER_BLOCK = 16  # tokens of a block of vLLM's prefix cache, unless it is told
 LIMITS = {"4k": 4096, "8k": 8192, "16k": 16_384, "32k": 32_768, "64k": 65_536, "128k": 131_072}
 BINS = (1, 10)  # seconds, over which dispersion is told
 FEWEST_BINS = 10  # a variance of fewer says little
+MOST_BLOCKS = 5_000_000  # ids, of some 300 bytes each while they are counted
 FEWEST_STAMPS = 5
 TIES = 1.5  # rows a stamp, from which on ties are more than chance
 SHORTEST_STEP = 0.01  # s; a finer clock decides nothing that is measured here
@@ -75,14 +77,15 @@ class Reuse:
     """What an ideal prefix cache, of no limit and nothing else to do, would hold of the prompts.
 
     Attributes:
-        cold: share of all prompt tokens that stood in earlier rows, in leading whole blocks.
+        cold: share of all prompt tokens that stood in earlier rows, in leading whole blocks; None where there are
+            too many blocks to count.
         after_history: the same when the rows of the history came before; None without one.
         block_size: tokens of the blocks that are counted, the server's.
         recorded: block sizes of the trace itself.
         rows: share of rows that have block ids; the others count as unlike any other.
     """
 
-    cold: float
+    cold: float | None
     after_history: float | None
     block_size: int
     recorded: tuple[int, ...]
@@ -207,14 +210,22 @@ def _reuse(rows: Sequence[Request], history: Sequence[Request], total: int) -> R
     with_ids = [r for r in rows if r.block_ids]
     if not with_ids:
         return None
-    warm = int(ideal_hits(rows, SERVER_BLOCK, history).sum()) / total if history else None
+    cold = warm = None
+    if is_countable(rows, history):
+        cold = int(ideal_hits(rows, SERVER_BLOCK).sum()) / total
+        warm = int(ideal_hits(rows, SERVER_BLOCK, history).sum()) / total if history else None
     return Reuse(
-        cold=int(ideal_hits(rows, SERVER_BLOCK).sum()) / total,
+        cold=cold,
         after_history=warm,
         block_size=SERVER_BLOCK,
         recorded=tuple(sorted({r.block_size for r in with_ids if r.block_size})),
         rows=len(with_ids) / len(rows),
     )
+
+
+def is_countable(rows: Sequence[Request], history: Sequence[Request]) -> bool:
+    """Return whether what prompts share can be counted in the memory of a usual host."""
+    return sum(len(r.block_ids or ()) for r in chain(rows, history)) <= MOST_BLOCKS
 
 
 def _sessions(rows: Sequence[Request]) -> Sessions | None:

@@ -159,6 +159,8 @@ def warnings(card: Card) -> Iterator[str]:
         yield "The rows bring prompts of their own; what these share is not counted here."
     elif window.reuse is None:
         yield "There are no block ids: each prompt is made unlike all others, so that no prefix is ever hit."
+    elif window.reuse.cold is None:
+        yield "There are too many blocks to count what prompts share."
     elif window.reuse.rows < 1:
         yield f"{percent(1 - window.reuse.rows)} of the rows have no block ids and count as unlike all others."
     yield from card.origin.notes if card.origin else ()

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from tuner.reuse import Tokens, ideal_hits
-from tuner.shape import SERVER_BLOCK, clock_steps
+from tuner.shape import SERVER_BLOCK, clock_steps, is_countable
 from tuner.sinks.palette import BLUE, GREY, INK, ORANGE, PURPLE, SKY
 from tuner.sinks.timeline import bin_width
 from tuner.sinks.words import percent, plain
@@ -118,6 +118,9 @@ def _sources(workload: Workload) -> Iterator[tuple[str, str, Tokens]]:
     size = np.array([r.input_len for r in rows])
     if not any(r.block_ids for r in rows):
         yield "prompts; no block ids, so what they share is not known", BLUE, size
+        return
+    if not is_countable(rows, history):
+        yield "prompts; too many blocks to count what they share", BLUE, size
         return
     cold, warm = ideal_hits(rows, SERVER_BLOCK), ideal_hits(rows, SERVER_BLOCK, history)
 
