@@ -29,8 +29,9 @@ IMPORT: dict[str, Any] = {
     "notes": ["chosen by match to the whole trace"], "files": {"workload": 1100}, "fingerprint": "cd" * 32,
 }  # fmt: skip
 RECORDING: dict[str, Any] = {
-    "rows": 30, "not_written": {"no usage in the stream": 2}, "hashed": "tokens", "block_size": 16,
-    "started": "2026-11-30T10:00:00Z",
+    "requests": 32, "rows": 30, "not_written": {"no usage in the stream": 2}, "hashed": "tokens", "block_size": 16,
+    "started": "2026-11-30T10:00:00Z", "without_block_ids": {"too long": 1}, "was_cut": True,
+    "upstream": "http://user:secret@10.0.0.1",
 }  # fmt: skip
 IDS: dict[str, Any] = {"block_ids": (1, 2), "block_size": 64}
 
@@ -71,6 +72,8 @@ def test_a_card_says_how_much_how_fast_and_how_long() -> None:
 
     assert ["requests", "12"] in lines
     assert ["span", "11", "s"] in lines
+    assert "span" not in told(card.of(Workload("one", some(1), "ab")))
+    assert re.search("span +0 s", told(card.of(Workload("at once", some(1) * 2, "ab"))))
     assert ["requests", "per", "second", "1.09"] in lines
     assert ["dispersion", "of", "arrivals", "at", "1", "s", "0.00"] in lines
     assert ["window,", "prompt", *["100"] * 6, "1,200"] in lines
@@ -109,6 +112,15 @@ def test_a_burst_of_the_recorders_clock_is_warned_of() -> None:
 
     assert "steps of 3 s, with up to 10 requests on one stamp" in warning
     assert list(card.warnings(card.of(Workload("w", some(100, **IDS), "ab")))) == []
+
+
+def test_block_sizes_of_the_trace_are_told_by_their_range() -> None:
+    """A row may have any."""
+    rows = tuple(Request(float(i), 100, 10, (1,) * (-(-100 // size)), size) for i, size in enumerate(range(30, 60)))
+
+    assert "whole blocks of 16 (the trace's own have 30 to 59)" in told(card.of(Workload("w", rows, "ab"))).replace(
+        "\n", ""
+    )
 
 
 def test_what_is_not_known_of_reuse_is_said() -> None:
@@ -162,8 +174,10 @@ def test_a_recording_says_what_it_did_not_write(tmp_path: Path) -> None:
     page = told(card.of(workloads.load(kept(tmp_path / "w", recording=RECORDING)), tmp_path / "w"))
 
     for words in ("recording began: 2026-11-30T10:00:00Z", "2 rows not recorded: no usage in the stream",
-                  "block ids made from: tokens"):  # fmt: skip
+                  "block ids made from: tokens", "requests seen: 32", "1 rows without block ids: too long",
+                  "Note: the recording was cut off"):  # fmt: skip
         assert words in page
+    assert "10.0.0.1" not in page
 
 
 def test_rows_that_say_nothing_of_themselves_have_a_card_too(tmp_path: Path) -> None:

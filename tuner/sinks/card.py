@@ -92,7 +92,7 @@ def grid(card: Card) -> list[tuple[str, ...]]:
 def _figures(shapes: Mapping[str, Shape]) -> dict[str, Figure]:
     return {
         "requests": lambda s: f"{s.rows:,}",
-        "span": lambda s: s.span and _elapsed(s.span),
+        "span": lambda s: None if s.span is None else _elapsed(s.span),
         "requests per second": lambda s: s.rate and (f"{s.rate:,.2f}" if s.rate >= 0.1 else f"{s.rate:.2g}"),
         **{f"dispersion of arrivals at {width} s": _dispersion(width) for width in BINS},
         **{f"above {name}: rows / their tokens": _above(limit) for name, limit in _shown(shapes).items()},
@@ -172,7 +172,7 @@ def meanings(shapes: Mapping[str, Shape]) -> Iterator[str]:
         yield "Dispersion: variance / mean of the arrivals per full bin, 1 for Poisson."
     yield "Above: prompt and output together, with 1k as 1,024 tokens."
     if (reuse := shapes["window"].reuse) is not None:
-        recorded = ", ".join(f"{size:,}" for size in reuse.recorded)
+        recorded = " to ".join(f"{size:,}" for size in sorted({reuse.recorded[0], reuse.recorded[-1]}))
         yield (
             f"Ideal prefix hit: share of prompt tokens that stood in earlier rows, in whole blocks of "
             f"{reuse.block_size} (the trace's own have {recorded}), in a cache without limit."

@@ -25,9 +25,11 @@ FACTS = {
     "block_size": "recorded block size, tokens",
     "rows_read": "rows read",
     "rows_kept": "rows kept",
+    "requests": "requests seen",
     "rows": "rows recorded",
 }
-LOST = {"dropped": "dropped", "not_written": "not recorded"}
+LOST = {"dropped": "dropped", "not_written": "not recorded", "without_block_ids": "without block ids"}
+CUT = "the recording was cut off: requests of its last seconds may be missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Provenance:
 
     Attributes:
         facts: by label, in the order in which they are told.
-        lost: rows that are not there, by what became of them and why.
+        lost: rows that are not there or lack something, by what became of them and why.
         transforms: what was done to the rows.
         notes: what whoever wrote it wants to be known.
     """
@@ -72,7 +74,7 @@ def _of(file: Path) -> Provenance:
         facts={label: text for key, label in FACTS.items() if (text := _fact(data.get(key)))},
         lost={f"{words}: {why}": n for key, words in LOST.items() for why, n in _counts(data.get(key)).items()},
         transforms=_texts(data.get("transforms")),
-        notes=_texts(data.get("notes")),
+        notes=_texts(data.get("notes")) + ((CUT,) if data.get("was_cut") is True else ()),
     )
 
 
