@@ -327,13 +327,15 @@ def test_a_reader_that_has_gone_does_not_change_the_exit_code(project: Project) 
 
 
 def test_a_finished_run_is_shown_and_exported_again(project: Project) -> None:
-    """Show and export read the run folder alone."""
+    """Show and export read the run folder alone, in which the workload has its card."""
     project.tune("run", "s.yaml", "--mlflow", "off")
     shown = project.tune("show", "runs/fake")
     exported = project.tune("export", "runs/fake", "-o", "out", "--pick", "0")
 
     assert (shown.returncode, exported.returncode) == (0, 0)
     assert "default" in shown.stdout
+    assert "| requests | 30 |" in (project.folder / "runs/fake/workload/card.md").read_text()
+    assert (project.folder / "runs/fake/workload/card.png").read_bytes().startswith(b"\x89PNG")
     assert "trial 0 written to out/serve.yaml" in exported.stdout
     assert (project.folder / "out" / "serve.env").is_file()
 

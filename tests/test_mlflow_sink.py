@@ -19,7 +19,7 @@ from study_data import GROUPS, START, X, Y, budgets, config, failed, groups, stu
 from tuner.errors import FailureKind
 from tuner.results import TrialResult
 from tuner.serving import Role, ServingConfig, Topology
-from tuner.sinks import pages, view
+from tuner.sinks import card, pages, view
 from tuner.sinks.mlflow import MlflowSink, embedded
 from tuner.sinks.pages import WorkloadFacts
 from tuner.spec import StudySpec
@@ -28,6 +28,7 @@ from tuner.workload import Request, Workload
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's use of SQLAlchemy
 
 UID = "7f3a9c"
+TRAFFIC = Workload("chat", (Request(0.0, 10, 5, prompt="a private matter"), Request(1.0, 30, 5)), "ab" * 32)
 FACTS = WorkloadFacts("chat", "ab" * 32, {"requests": 73, "span_s": 30.0, "input_len_p50": 62.0})
 
 
@@ -49,6 +50,7 @@ def runs(tmp_path: Path, empty_store: Path) -> Path:
     (trial_folder / "command.txt").write_text("vllm serve tune/tiny-qwen2\n")
     (trial_folder / "server-any-0.log").write_text("early\n" + "x" * 100_000 + "\nlate\n")
     (trial_folder / "repeat-1" / "metrics.json").write_text("{}")
+    card.write(folder / "quickstart" / "workload", TRAFFIC, name=card.PAGE)
     shutil.copy(empty_store, folder / "mlflow.db")
     return folder
 
@@ -313,6 +315,31 @@ def test_the_workload_is_a_dataset(runs: Path) -> None:
     assert len(client(runs).search_runs(["1"], "dataset.name = 'chat'")) == 10
 
 
+def test_the_card_of_the_workload_lies_on_the_parent_as_in_the_run_folder(runs: Path, tmp_path: Path) -> None:
+    """Sent again from the same folder it is the same; prompts are in none of it."""
+    for _ in range(2):
+        publish(runs)
+    top = parent(runs).info.run_id
+    sent = Path(client(runs).download_artifacts(top, "workload", str(tmp_path)))
+
+    for name in ("card.md", "card.png"):
+        content = (sent / name).read_bytes()
+        assert content == (runs / "quickstart" / "workload" / name).read_bytes()
+        assert b"a private matter" not in content
+    assert "private" not in text_of(runs, top, "workload_summary.json")
+
+
+def test_a_run_from_before_there_were_cards_is_published_without(runs: Path) -> None:
+    """As is one whose card was replaced by a link."""
+    folder = runs / "quickstart" / "workload"
+    (folder / "card.md").unlink()
+    (folder / "card.png").unlink()
+    (folder / "card.png").symlink_to(runs / "mlflow.db")
+
+    assert publish(runs).synced
+    assert not [name for name in artifacts(runs, parent(runs).info.run_id) if name.startswith("workload/")]
+
+
 def test_files_of_a_trial_lie_on_its_run(runs: Path) -> None:
     """Configuration, command line, measurements, and the end of the server's log."""
     publish(runs)
@@ -331,7 +358,7 @@ def test_the_parent_has_the_front_the_table_and_the_best_configuration(runs: Pat
 
     assert artifacts(runs, top) == {
         "pareto/pareto.html", "pareto/pareto.png", "trials.json", "study.yaml", "workload_summary.json",
-        "best/config.yaml",
+        "best/config.yaml", "workload/card.md", "workload/card.png",
     }  # fmt: skip
     table = json.loads(text_of(runs, top, "trials.json"))
     assert table["columns"][:4] == ["trial", "marks", "TTFT p50 long (ms)", "ITL p99 (ms)"]
@@ -614,6 +641,9 @@ def test_facts_of_a_workload() -> None:
     facts = WorkloadFacts.of(Workload("chat", rows, "ff" * 32))
 
     assert (facts.name, facts.sha256, facts.shape["requests"]) == ("chat", "ff" * 32, 2)
+    ids = Request(0.0, 64, 5, (1, 2), 32)
+    warm = WorkloadFacts.of(Workload("chat", (ids,), "ff" * 32, history=(ids,)))
+    assert warm.shape["ideal_prefix_hit_after_history"] == 0.75
 
 
 def test_names_that_mlflow_refuses_are_respelled() -> None:

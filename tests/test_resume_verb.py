@@ -126,6 +126,18 @@ def test_rows_that_were_changed_are_refused(project: Project) -> None:
     assert len(measured(project)) == 2
 
 
+def test_a_card_that_was_cut_off_is_written_again(project: Project) -> None:
+    """The page comes after its picture; the resumed run tells the same of the rows, under their own name."""
+    project.tune("run", "s.yaml", "--mlflow", "off", "--trials", "1")
+    page = project.folder / "runs/fake/workload/card.md"
+    before = page.read_text()
+    page.unlink()
+    project.tune("run", "--resume", "runs/fake", "--trials", "1")
+
+    assert before.startswith("# rows\n")
+    assert page.read_text() == before
+
+
 def test_another_vllm_is_refused(project: Project) -> None:
     """A run begun with one version does not go on with another; the error names both and what to do."""
     project.tune("run", "s.yaml", "--mlflow", "off", "--trials", "1")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from replay_data import workload
 
 from tuner.errors import SpecError
-from tuner.workload import Request, check_fits, describe, load, scale_rate, to_jsonl
+from tuner.workload import Request, check_fits, load, scale_rate, to_jsonl
 
 ROW = {"arrival_s": 0.5, "input_len": 20, "output_len": 3}
 
@@ -177,13 +177,3 @@ def test_a_rate_that_is_none_is_refused(factor: float) -> None:
     """Zero, negative and not-a-number are no rates."""
     with pytest.raises(SpecError, match="must be above zero"):
         scale_rate(workload(*shared(2, 2)), factor, seed=1)
-
-
-def test_the_shape_of_rows_is_described() -> None:
-    """Counts, span and totals of a case for the head; evenly spaced rows have no dispersion."""
-    shape = describe([Request(float(i), 10, 2) for i in range(5)])
-
-    assert shape["requests"] == 5
-    assert (shape["span_s"], shape["request_rate"]) == (4.0, 1.25)
-    assert (shape["input_len_total"], shape["output_len_max"]) == (50, 2)
-    assert shape["dispersion_1s"] == 0

@@ -30,7 +30,7 @@ from tuner.plan import Plan
 from tuner.results import TrialResult, front, limits
 from tuner.seams import Measurement, Sink
 from tuner.serving import Json
-from tuner.sinks import aside, replayed
+from tuner.sinks import aside, card, replayed
 from tuner.sinks import verdict as words
 from tuner.sinks.bench import to_bench
 from tuner.sinks.console import ConsoleSink
@@ -167,6 +167,12 @@ def _continue(folder: RunFolder, spec: StudySpec, begun: Origin, workload: Workl
     return _conduct(replace(found, baseline=begun.baseline), folder, begun, where)
 
 
+def _keep_card(folder: RunFolder, workload: Workload) -> None:
+    """Write the card of what is replayed beside the rows, once."""
+    if not (folder.path / "workload" / card.PAGE).is_file():
+        card.write(folder.path / "workload", workload, name=card.PAGE)
+
+
 def _measuring(plan: Plan) -> dict[str, Json]:
     """Return arguments that let the server time each request itself, where this vLLM knows them."""
     known = plan.vllm.flags if plan.vllm else {}
@@ -185,6 +191,7 @@ def _conduct(plan: Plan, folder: RunFolder, begun: Origin, where: Where) -> int:
     for note in plan.notes:
         _say(note)
     spec = plan.spec
+    _keep_card(folder, plan.workload)
     launcher = LocalLauncher(
         port=spec.vllm.port, gpus=plan.gpus, start_timeout=spec.vllm.start_timeout,
         stop_patience=spec.vllm.stop_timeout, stop_command=spec.vllm.stop_command or (),
@@ -313,7 +320,7 @@ def _rendered(renderable: Any) -> str:
 
 
 def show(target: Path) -> str:
-    """Return a run's trials, front and verdict, or a workload's shape."""
+    """Return a run's trials, front and verdict, or a workload's card."""
     if not (target / "study.yaml").is_file() and not _is_workload(target):
         with suppress(SpecError):
             target = specs.find_workload(str(target), None)
@@ -322,17 +329,13 @@ def show(target: Path) -> str:
         spec, results = folder.spec, folder.read_all()
         return _rendered(words.render_trials(spec, results)) + words.verdict(spec, results) + "\n"
     workload = workloads.load(target)
-    lines = [f"workload {workload.name}", f"sha256 {workload.sha256}"]
-    for name, rows in (("window", workload.requests), ("history", workload.history), ("confirm", workload.confirm)):
-        if rows:
-            shape = ", ".join(f"{key} {value:g}" for key, value in workloads.describe(rows).items())
-            lines.append(f"{name}: {shape}")
-    return "\n".join(lines) + "\n"
+    return _rendered(card.render(card.of(workload, target if target.is_dir() else None)))
 
 
 def import_trace(wanted: intake.Wanted) -> str:
-    """Make a workload of a trace; return what became of its rows, in words."""
+    """Make a workload of a trace, with its card; return what became of its rows, in words."""
     found = intake.run(wanted)
+    card.write(found.folder, workloads.load(found.folder))
     return "\n".join([*intake.told(found), *show(found.folder).splitlines(), ""])
 
 

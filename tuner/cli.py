@@ -332,7 +332,7 @@ def show(
         typer.Option("--mlflow", help="With --sync: where to, if not as begun.", metavar="URI"),
     ] = None,
 ) -> int:
-    """Show a run's trials, front and verdict, or a workload's shape."""
+    """Show a run's trials, front and verdict, or a workload's card."""
     from tuner import assemble  # noqa: PLC0415
 
     if sync:

@@ -7,7 +7,6 @@ JSON objects, one a line; `arrival_s` is in seconds from the start of the window
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -277,30 +276,6 @@ def relabelled(row: Request, copy: int, blocks: int) -> Request:
 
     ids = None if row.block_ids is None else tuple(block + copy * blocks for block in row.block_ids)
     return changed(row, block_ids=ids, id=name(row.id), session=name(row.session), parent=name(row.parent))
-
-
-def describe(requests: Iterable[Request]) -> dict[str, float | int]:
-    """Return the observed shape of rows: counts, span, rate, length quantiles, dispersion of arrivals."""
-    rows = list(requests)
-    arrivals = np.array([r.arrival for r in rows])
-    shape: dict[str, float | int] = {"requests": len(rows)}
-    if len(rows) > 1:
-        span = float(np.ptp(arrivals))
-        shape["span_s"] = round(span, 3)
-        if span > 0:
-            shape["request_rate"] = round(len(rows) / span, 3)
-            counts = np.array(list(Counter(np.floor(arrivals - arrivals.min()).astype(int)).values()))
-            bins = int(np.floor(span)) + 1
-            mean = len(rows) / bins
-            shape["dispersion_1s"] = round(
-                float((np.sum((counts - mean) ** 2) + (bins - len(counts)) * mean**2) / bins / mean), 3
-            )
-    for name, lengths in (("input_len", [r.input_len for r in rows]), ("output_len", [r.output_len for r in rows])):
-        for q in (50, 95):
-            shape[f"{name}_p{q}"] = float(np.percentile(lengths, q))
-        shape[f"{name}_max"] = max(lengths)
-        shape[f"{name}_total"] = sum(lengths)
-    return shape
 
 
 def to_jsonl(requests: Iterable[Request]) -> str:

@@ -19,7 +19,7 @@ from tuner import spec as specs
 from tuner.outside import blotted, without_secret
 from tuner.results import TrialResult, default_of, limits, recommend, to_json
 from tuner.serving import Role, ServingConfig
-from tuner.sinks import notes, pages, plots, view
+from tuner.sinks import card, notes, pages, plots, view
 from tuner.sinks.pages import WorkloadFacts
 from tuner.sinks.tracking import Server, Surrounding, Tracked
 from tuner.sinks.verdict import verdict
@@ -245,6 +245,7 @@ class MlflowSink:
         client.log_dict(run_id, pages.table(spec, ordered), "trials.json")
         client.log_text(run_id, specs.dump(spec), "study.yaml")
         client.log_dict(run_id, dict(self._workload.shape), "workload_summary.json")
+        self._log_card(runs)
         best = recommend(ordered, x, y)
         if best is None:
             return
@@ -256,6 +257,12 @@ class MlflowSink:
         runs.clear_folder(runs.parent, "best", wanted=set(texts))
         for name, text in texts.items():
             client.log_text(run_id, text, f"best/{name}")
+
+    def _log_card(self, runs: Tracked) -> None:
+        """Send the workload's card from the run folder; a run of earlier days has none."""
+        for path in (self._run_folder / "workload" / name for name in (card.PAGE, card.PICTURE)):
+            if path.is_file() and not path.is_symlink():
+                runs.client.log_artifact(runs.parent.run_id, str(path), "workload")
 
     def _describe_experiment(self, runs: Tracked, spec: StudySpec, ordered: Sequence[TrialResult]) -> None:
         """Leave a description and a saved view; the view's format is the UI's own, so it may fail unsaid."""

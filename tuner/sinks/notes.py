@@ -4,7 +4,6 @@ Names from outside are data here: they are escaped for Markdown and HTML.
 """
 
 import html
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from tuner import slo as slos
 from tuner.results import TrialResult, default_of, limits, recommend
 from tuner.sinks import pages, topologies
 from tuner.sinks.verdict import answer, notes_of
-from tuner.sinks.words import configuration, describe_slo, metric_name, plain
+from tuner.sinks.words import configuration, describe_slo, markdown, metric_name, plain
 from tuner.spec import StudySpec
 
 
@@ -41,11 +40,6 @@ def trial_note(spec: StudySpec, result: TrialResult, default: TrialResult | None
 
 def _value(name: str, result: TrialResult) -> str:
     return markdown(f"{metric_name(name)} {slos.describe(name, result.metrics[name])}")
-
-
-def markdown(text: object) -> str:
-    """Return text from outside so that Markdown and HTML show it as it is."""
-    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(plain(text), quote=False))
 
 
 def note(spec: StudySpec, results: Sequence[TrialResult], links: Links) -> str:

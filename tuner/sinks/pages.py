@@ -30,11 +30,12 @@ from tuner.results import (
     told_apart,
 )
 from tuner.serving import Json, Role, to_config
+from tuner.shape import describe, figures
 from tuner.sinks.topologies import n_gpus
 from tuner.sinks.verdict import notes_of, trial_table, verdict
 from tuner.sinks.words import configuration, describe_slo, metric_name, plain
 from tuner.spec import StudySpec
-from tuner.workload import Workload, describe
+from tuner.workload import Workload
 
 NOT_GIVEN = "not given"
 OFF = {"long_prefill_token_threshold": "0"}  # what vLLM takes when the argument is not given
@@ -69,7 +70,7 @@ class WorkloadFacts:
     @classmethod
     def of(cls, workload: Workload) -> "WorkloadFacts":
         """Return the facts of a loaded workload."""
-        return cls(workload.name, workload.sha256, describe(workload.requests))
+        return cls(workload.name, workload.sha256, figures(describe(workload.requests, workload.history)))
 
 
 def metrics(result: TrialResult) -> Iterator[tuple[str, float, int]]:

@@ -1,7 +1,8 @@
 """The run folder: what was measured, complete on disk before anybody is told.
 
-    runs/NAME/{study.yaml, plan.json, workload/, optuna.db, processes.jsonl, trials/0007/{result.json, config.yaml,
-               command.txt, repeat-1/{metrics.json, records.npz, counters.json}, server-any-0.log}}
+    runs/NAME/{study.yaml, plan.json, workload/{workload.jsonl, history.jsonl, card.md, card.png}, optuna.db,
+               processes.jsonl, trials/0007/{result.json, config.yaml, command.txt,
+               repeat-1/{metrics.json, records.npz, counters.json}, server-any-0.log}}
 
 Files appear whole or not at all: they are written beside their place, flushed, and renamed into it.
 """
@@ -27,8 +28,8 @@ from tuner.spec import StudySpec, dump, load
 from tuner.workload import Workload, to_jsonl
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that is there whole or not at all.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file, text or bytes, that is there whole or not at all.
 
     Raises:
         HostError: the disk is full or the folder cannot be written.
@@ -37,8 +38,8 @@ def write_atomically(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content if isinstance(content, bytes) else content.encode())
                 file.flush()
                 os.fsync(file.fileno())
             Path(name).chmod(0o644)

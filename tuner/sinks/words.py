@@ -3,7 +3,9 @@
 Names from outside (arguments, messages) are data: control characters are dropped.
 """
 
+import html
 import json
+import re
 
 from tuner import units
 from tuner.results import TrialResult, told_apart
@@ -39,6 +41,11 @@ def metric_name(key: str) -> str:
 def plain(text: object) -> str:
     """Return text from outside on one line, without characters that a terminal or a page obeys."""
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
+
+
+def markdown(text: object) -> str:
+    """Return text from outside so that Markdown and HTML show it as it is."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(plain(text), quote=False))
 
 
 def describe_slo(slo: Slo) -> str:
