@@ -1,18 +1,57 @@
 """The table of formats, and which of them a file is."""
 
 import csv
+import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from tuner.errors import SpecError
-from tuner.readers import arrived_at, azure, burstgpt, mooncake
+from tuner.readers import (
+    arrived_at,
+    azure,
+    bailian,
+    burstgpt,
+    langfuse,
+    litellm,
+    mooncake,
+    openai_batch,
+    otel,
+    timed,
+    tracelab,
+    tune,
+    vllm_custom,
+)
 from tuner.readers.format import Format, Head
 from tuner.readers.source import Source
 
 FORMATS: Mapping[str, Format] = {
-    reader.FORMAT.name: reader.FORMAT for reader in (mooncake, azure, burstgpt, arrived_at)
+    known.name: known
+    for known in (
+        mooncake.FORMAT,
+        azure.FORMAT,
+        burstgpt.FORMAT,
+        arrived_at.FORMAT,
+        bailian.FORMAT,
+        tracelab.FORMAT,
+        otel.FORMAT,
+        litellm.FORMAT,
+        langfuse.FORMAT,
+        openai_batch.FORMAT,
+        tune.FORMAT,
+        vllm_custom.FORMAT,
+        timed.PROMPTS,
+        timed.LENGTHS,
+    )
 }
+
+
+def at(path: Path) -> Source:
+    """Return the source that a path means: a file, or the rows in the folder of a workload of ours."""
+    rows = path / "workload.jsonl"
+    return Source(rows if rows.is_file() else path)
 
 
 def named(name: str) -> Format:
@@ -57,7 +96,7 @@ def _head(source: Source) -> Head:
 
 
 def _first_object(text: bytes) -> dict[str, object] | None:
-    """Return the first line's JSON object, or the document's, or the first one of its list."""
+    """Return the first line's JSON object, or the document's, or the first one of its list, as far as it is there."""
     for candidate in (next(line for line in text.splitlines() if line.strip()), text):
         try:
             value = msgspec.json.decode(candidate)
@@ -67,4 +106,22 @@ def _first_object(text: bytes) -> dict[str, object] | None:
             value = value[0]
         if isinstance(value, dict):
             return value
-    return None
+    return _beginning(text.decode(errors="replace").removeprefix("[").lstrip())
+
+
+def _beginning(text: str) -> dict[str, object] | None:
+    """Return what is whole of a JSON object that goes on beyond the text; the last key has None."""
+    if not text.startswith("{"):
+        return None
+    found: dict[str, object] = {}
+    decode, at = json.JSONDecoder().raw_decode, 1
+    while key := KEY.match(text, at):
+        try:
+            found[name := json.loads(key[1])] = None
+            found[name], at = decode(text, key.end())
+        except (ValueError, RecursionError):
+            break
+    return found or None
+
+
+KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
