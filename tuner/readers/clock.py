@@ -73,7 +73,7 @@ def moment(value: float | str | None, name: str) -> float:
 
 
 def nanoseconds(value: int | str, name: str) -> float:
-    """Return nanoseconds since 1970 as seconds, cut to microseconds.
+    """Return nanoseconds since 1970 as seconds, rounded to microseconds: vLLM's are products of floats.
 
     Raises:
         Damaged: it is no whole number, or no time that there is.
@@ -81,5 +81,5 @@ def nanoseconds(value: int | str, name: str) -> float:
     text = str(value)
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         raise Damaged(f"{name} must be nanoseconds since 1970, not {text[:40]!r}")
-    return int(text) // 1000 / 1e6
+    return (int(text) + 500) // 1000 / 1e6
 

@@ -71,19 +71,24 @@ def recognise(source: Source) -> Format:
     Raises:
         SpecError: the file is empty, or its beginning is that of no format, or of several.
     """
-    head = _head(source)
-    found = [known for known in FORMATS.values() if known.is_this(head)]
+    seen = beginning(source)
+    found = [known for known in FORMATS.values() if known.is_this(seen)]
     if len(found) == 1:
         return found[0]
-    seen = ", ".join(sorted(head.keys)[:8]) or "nothing that is known"
+    keys = ", ".join(sorted(seen.keys)[:8]) or "nothing that is known"
     which = " or ".join(known.name for known in found) or "one of: " + ", ".join(FORMATS)
     why = "several formats begin so" if found else "no format that is known begins so"
     raise SpecError(
-        f"{source.path}: {why} ({'keys' if head.is_json else 'columns'}: {seen})", hint=f"say --format {which}"
+        f"{source.path}: {why} ({'keys' if seen.is_json else 'columns'}: {keys})", hint=f"say --format {which}"
     )
 
 
-def _head(source: Source) -> Head:
+def beginning(source: Source) -> Head:
+    """Return the beginning of a file, as `Format.is_this` looks at it.
+
+    Raises:
+        SpecError: the file is empty, or cannot be read.
+    """
     text = source.head()
     lines = text.splitlines()
     if not text.strip():
@@ -106,10 +111,10 @@ def _first_object(text: bytes) -> dict[str, object] | None:
             value = value[0]
         if isinstance(value, dict):
             return value
-    return _beginning(text.decode(errors="replace").removeprefix("[").lstrip())
+    return _cut(text.decode(errors="replace").removeprefix("[").lstrip())
 
 
-def _beginning(text: str) -> dict[str, object] | None:
+def _cut(text: str) -> dict[str, object] | None:
     """Return what is whole of a JSON object that goes on beyond the text; the last key has None."""
     if not text.startswith("{"):
         return None
