@@ -54,7 +54,7 @@ class _Message(msgspec.Struct):
     role: str | None = None
     content: str | list[_Part | str] | None = None
     parts: list[_Part] | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[Any] | None = None
     type: str | None = None
 
 
@@ -70,7 +70,7 @@ def prompt(logged: object) -> Prompt | None:
     if isinstance(logged, str):
         return _in_string(logged)
     if isinstance(logged, dict):
-        return prompt(logged.get("messages") or logged.get("prompt") or logged.get("input"))
+        return _listed([logged]) if "role" in logged else prompt(logged.get("messages") or logged.get("prompt"))
     if not isinstance(logged, list):
         raise Damaged(f"a prompt must be text, token ids or messages, not {type(logged).__name__}")
     return _listed(logged)
@@ -120,7 +120,7 @@ def _pieces(message: _Message) -> Iterator[tuple[str, bool]]:
     for part in message.parts or ():
         yield from _piece(part)
     for call in message.tool_calls or ():
-        yield bytes(call).decode(), True
+        yield msgspec.json.encode(call).decode(), True
 
 
 def _piece(part: _Part) -> Iterable[tuple[str, bool]]:

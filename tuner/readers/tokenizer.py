@@ -29,7 +29,7 @@ def load(name: str) -> Tokenize:
             "--tokenizer: the library tokenizers is not installed", hint="pip install tokenizers (vLLM brings it)"
         ) from error
     try:
-        file = _file(Path(name))
+        file = _file(name)
         tokenizer = Tokenizer.from_pretrained(name) if file is None else Tokenizer.from_file(str(file))
     except SpecError:
         raise
@@ -48,18 +48,19 @@ def load(name: str) -> Tokenize:
     return tokenize
 
 
-def _file(path: Path) -> Path | None:
+def _file(name: str) -> Path | None:
     """Return the file that a path means; None when it is no path, so a name.
 
     Raises:
         SpecError: the folder has none, or the path is one that is not there.
     """
+    path = Path(name)
     if path.is_dir():
         if (path / FILE).is_file():
             return path / FILE
-        raise SpecError(f"--tokenizer {path}: no {FILE} in this folder", hint="a model's folder has one")
+        raise SpecError(f"--tokenizer {name}: no {FILE} in this folder", hint="a model's folder has one")
     if path.is_file():
         return path
-    if path.suffix == ".json" or path.is_absolute() or str(path).startswith("."):
-        raise SpecError(f"--tokenizer {path}: no such file or folder", hint=f"name a folder with a {FILE}")
+    if name.startswith((".", "/", "~")) or path.suffix == ".json":
+        raise SpecError(f"--tokenizer {name}: no such file or folder", hint=f"name a folder with a {FILE}")
     return None
