@@ -1,6 +1,5 @@
 """The table of formats, and which of them a file is."""
 
-import csv
 import json
 import re
 from collections.abc import Mapping
@@ -24,8 +23,8 @@ from tuner.readers import (
     tune,
     vllm_custom,
 )
-from tuner.readers.format import Format, Head
-from tuner.readers.source import Source
+from tuner.readers.format import Format, Head, split
+from tuner.readers.source import Damaged, Source
 
 FORMATS: Mapping[str, Format] = {
     known.name: known
@@ -96,8 +95,11 @@ def beginning(source: Source) -> Head:
     first = _first_object(text)
     if first is not None:
         return Head(frozenset(first), is_json=True, first=first)
-    line = next(line for line in lines if line.strip()).decode(errors="replace")
-    return Head(frozenset(name.strip() for name in next(csv.reader([line]), [])), is_json=False)
+    try:
+        columns = split(next(line for line in lines if line.strip()))
+    except Damaged:
+        columns = []
+    return Head(frozenset(name.decode().strip() for name in columns), is_json=False)
 
 
 def _first_object(text: bytes) -> dict[str, object] | None:
