@@ -92,6 +92,7 @@ def test_spans_as_the_sdk_prints_them_are_read(tmp_path: Path) -> None:
         (span(gen_ai__usage__output_tokens=0), "no output tokens"),
         (span(gen_ai__usage__input_tokens=0), "no prompt tokens"),
         (span(gen_ai__usage__input_tokens=None), "no token counts and no text to count"),
+        (span(gen_ai__usage__input_tokens=None, gen_ai__input__messages="[]"), "no token counts and no text to count"),
         (
             span(gen_ai__usage__input_tokens=None, gen_ai__input__messages=json.dumps(CHAT)),
             "no token counts (a tokenizer would count them)",
@@ -105,6 +106,15 @@ def test_spans_as_the_sdk_prints_them_are_read(tmp_path: Path) -> None:
 def test_only_calls_that_generated_text_are_requests(tmp_path: Path, row: dict[str, Any], reason: str | None) -> None:
     """Spans of tools, agents, embeddings and failures are left out, each by its reason."""
     assert dropped(tmp_path, row) == reason
+
+
+@pytest.mark.parametrize("messages", [[None], [{"role": 5}], [{"role": "user", "content": [{"type": "text"}]}], 5])
+def test_messages_that_are_none_are_damage(tmp_path: Path, messages: object) -> None:
+    """They are refused with their line, whatever stands in their place."""
+    path = written(tmp_path, jsonl(span(gen_ai__input__messages=messages)))
+
+    with pytest.raises(SpecError, match=re.escape(f"{path}:1: ")):
+        read(path)
 
 
 def test_lengths_are_counted_where_no_usage_is(tmp_path: Path) -> None:
@@ -305,6 +315,8 @@ def test_langfuses_pages_and_blob_storage_are_read(tmp_path: Path) -> None:
     ]
     found = [read(written(tmp_path, text))[0][0] for text in texts]
 
+    uncounted = texts[-1].replace('""input"": 30', '""cost"": 30')
+    assert dict(read(written(tmp_path, uncounted))[1].dropped) == {"no token counts and no text to count": 1}
     shape = {(r.arrival, r.input_len, r.output_len, r.id, r.session, r.model) for r in found}
     assert shape == {(1772013600.25, 30, 6, "o1", "a", "m")}
 

@@ -78,6 +78,7 @@ def body(**changes: Any) -> dict[str, Any]:
         (body(max_tokens=None), "no output length (max_tokens or max_completion_tokens)"),
         (body(n=2), "several answers to one prompt (n > 1)"),
         (body(messages=[]), "no prompt tokens"),
+        (body(messages=[{"role": "user", "content": ""}]), "no prompt tokens"),
         (body(tools=[{}]), "no token counts, and tool calls in the prompt, whose tokens depend on the template"),
         (
             body(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]),

@@ -84,7 +84,7 @@ def _in_string(text: str) -> Prompt | None:
         except (msgspec.MsgspecError, RecursionError):
             found = None
         messages = found.get("messages") if isinstance(found, dict) else found
-        if _are_messages(messages):
+        if messages == [] or _are_messages(messages):
             return _listed(messages)
     return Prompt((text,))
 
@@ -102,7 +102,7 @@ def _listed(elements: list[Any]) -> Prompt | None:
         if len(elements) > 1:
             raise Dropped(SEVERAL_PROMPTS)
         return prompt(elements[0])
-    if "role" not in elements[0]:
+    if isinstance(elements[0], dict) and "role" not in elements[0]:
         elements = [{"parts": elements}]
     messages = msgspec.convert(elements, list[_Message])
     pieces = [piece for message in messages for piece in _pieces(message)]

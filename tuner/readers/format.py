@@ -147,9 +147,11 @@ def by_csv(make: Callable[[dict[str, int], Options, Tally], Fields]) -> Read:
             try:
                 values = line.split(b",") if b'"' not in line else split(line)
                 if len(values) != width:
-                    raise Damaged(f"{len(values)} fields, where the header has {width}")  # noqa: TRY301
+                    raise Damaged(f"{len(values)} fields, where the header has {width}")
                 found = row(values, number)
-            except (Damaged, ValueError, OverflowError) as error:
+            except Dropped as reason:
+                found = str(reason)
+            except (*DAMAGE, ValueError, OverflowError) as error:
                 tally.damaged(number, error)
                 continue
             if found.__class__ is str:

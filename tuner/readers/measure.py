@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 from tuner.readers.blocks import Blocks
 from tuner.readers.chat import Prompt
-from tuner.readers.format import Options
+from tuner.readers.format import NO_PROMPT, Options
 from tuner.readers.source import Dropped, Tally
 
 UNCOUNTED = "no token counts (a tokenizer would count them)"
@@ -50,8 +50,14 @@ class Ruler:
         """Return a prompt's length, as recorded or else counted, and its blocks where there is text to make them of.
 
         Raises:
-            Dropped: there is neither a recorded length nor a way to count.
+            Dropped: there is neither a recorded length nor a way to count, or nothing was asked.
         """
+        found = self._measured(prompt, recorded, number)
+        if not found.input_len:
+            raise Dropped(NO_PROMPT)
+        return found
+
+    def _measured(self, prompt: Prompt | None, recorded: int | None, number: int) -> Measured:
         tokens = self._tokens(prompt)
         if tokens is None or prompt is None:
             if recorded is None:

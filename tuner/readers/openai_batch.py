@@ -71,8 +71,6 @@ def _make(options: Options, tally: Tally) -> Row:
         if found.url.endswith(("/chat/completions", "/responses")):
             asked = replace(asked, is_chat=True)
         measured = ruler.prompt(asked, None, number)
-        if not measured.input_len:
-            return NO_PROMPT
         tally.note(words, number)
         tally.note(AT_MOST, number)
         return Request(

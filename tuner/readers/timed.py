@@ -59,8 +59,6 @@ def _make_prompts(options: Options, tally: Tally) -> Row:
         if not output_len:
             return NO_LENGTH if output_len is None else NO_OUTPUT
         measured = ruler.prompt(Prompt((found.prompt,)), None, number)
-        if not measured.input_len:
-            return NO_PROMPT
         arrival = found.timestamp * second
         return Request(arrival, measured.input_len, output_len, prompt=measured.prompt, source_line=number)
 

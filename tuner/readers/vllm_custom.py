@@ -11,7 +11,7 @@ import msgspec
 
 from tuner.readers.chat import Prompt
 from tuner.readers.clock import drawn, needed
-from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Format, Head, Options, Row, by_line
+from tuner.readers.format import NO_OUTPUT, Format, Head, Options, Row, by_line
 from tuner.readers.measure import Ruler
 from tuner.readers.source import Tally
 from tuner.workload import MOST_TOKENS, Request
@@ -35,8 +35,6 @@ def _make(options: Options, tally: Tally) -> Row:
         if not found.output_tokens:
             return NO_LENGTH if found.output_tokens is None else NO_OUTPUT
         measured = ruler.prompt(Prompt((found.prompt,)), None, number)
-        if not measured.input_len:
-            return NO_PROMPT
         tally.note(words, number)
         return Request(
             arrival(), measured.input_len, found.output_tokens, prompt=measured.prompt, source_line=number
