@@ -8,6 +8,7 @@ import gzip
 import json
 import random
 import re
+import tracemalloc
 from decimal import Decimal
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from reader_data import (
 from tuner.errors import SpecError
 from tuner.readers.format import Options
 from tuner.readers.formats import FORMATS, at, beginning, named, recognise
-from tuner.readers.source import Source
+from tuner.readers.source import Source, Tally
 from tuner.workload import Request, encoded
 
 COUNTED = Options(tokenize=letters)
@@ -338,3 +339,24 @@ def by_time(rows: list[Request]) -> list[Request]:
 
     order = sorted(rows, key=lambda row: (row.arrival, row.input_len, row.output_len, row.block_ids or ()))
     return [renumbered(row) for row in order]
+
+
+# --- Memory and speed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [MOONCAKE, CONV, BURST_1, SPLITWISE], ids=lambda path: path.stem)
+def test_rows_are_not_held(tmp_path: Path, path: Path) -> None:
+    """Report 18 (aiperf PR1407): a hundred times the rows are read in the memory of a few, one after the other."""
+    head, *lines = path.read_bytes().splitlines(keepends=True)[:201]
+    text = b"".join(lines) * 100
+    many = written(tmp_path, head + text if path.suffix == ".csv" else text)
+    known, source = recognise(Source(many)), Source(many)
+    tracemalloc.start()
+    try:
+        count = sum(1 for _ in known.read(source, Options(), Tally(source)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert count > 18_000
+    assert peak < 1_500_000

@@ -15,6 +15,7 @@ from reader_data import BAILIAN, TRACELAB, jsonl, read, written
 from tuner.errors import SpecError
 from tuner.readers.blocks import Blocks, Run
 from tuner.readers.format import Options
+from tuner.replay.prompts import Prompts
 from tuner.workload import Request
 
 
@@ -84,6 +85,16 @@ def test_other_counts_of_ids_are_refused(tmp_path: Path, ids: list[int]) -> None
 
     with pytest.raises(SpecError, match=re.escape(f"{path}:1: {len(ids)} block ids for 40 tokens")):
         read(path)
+
+
+def test_bailians_ids_become_tokens_by_a_documented_rule(tmp_path: Path) -> None:
+    """Report 33 (qwen-bailian issue#4): an id stands for 16 tokens wherever it is read; the rule is tested elsewhere."""
+    rows, _ = read(written(tmp_path, jsonl(*BAILIAN)))
+    prompts = [[int(token) for token in Prompts("salt", 32_000).token_ids(row, n)] for n, row in enumerate(rows)]
+
+    assert [len(prompt) for prompt in prompts] == [40, 64]
+    assert prompts[0][:32] == prompts[1][:32]
+    assert prompts[0][32] != prompts[1][32]
 
 
 # --- TraceLab ---------------------------------------------------------------------------------------------

@@ -321,6 +321,14 @@ def test_langfuses_pages_and_blob_storage_are_read(tmp_path: Path) -> None:
     assert shape == {(1772013600.25, 30, 6, "o1", "a", "m")}
 
 
+def test_langfuses_kinds_of_tokens_are_not_cut(tmp_path: Path) -> None:
+    """Kinds that add up to more than a prompt can have are damage."""
+    path = written(tmp_path, jsonl({**LANGFUSE, "usageDetails": {"input": 10_000_000, "input_cached_tokens": 1}}))
+
+    with pytest.raises(SpecError, match=re.escape(f"{path}:1: usageDetails has more than 10,000,000 tokens of input")):
+        read(path)
+
+
 def test_langfuses_sessions_have_think_times(tmp_path: Path) -> None:
     """The second turn began three seconds after the first one's answer."""
     later = {**LANGFUSE, "id": "o2", "startTime": "2026-02-25T10:00:05Z", "endTime": None}

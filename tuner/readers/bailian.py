@@ -29,7 +29,7 @@ from tuner.workload import Request
 
 BLOCK = 16
 ROOT = -1
-UNKNOWN = 2**62  # first id of tails that the trace gives none for
+UNKNOWN = 2**29  # beyond the ids of any file: from here on are those of tails that it gives none for
 WITHOUT_TAIL = "no block id for the partial last block: it is taken as shared with nobody"
 MEDIA = "an image or a file in the prompt"
 

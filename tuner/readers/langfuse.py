@@ -34,7 +34,7 @@ from tuner.readers.format import (
 from tuner.readers.measure import Ruler
 from tuner.readers.records import by_record
 from tuner.readers.sessions import Calls, settled
-from tuner.readers.source import Source, Tally
+from tuner.readers.source import Damaged, Source, Tally
 from tuner.workload import MOST_TOKENS, Request
 
 COLUMNS = frozenset({"id", "trace_id", "type", "start_time", "usage_details"})
@@ -102,7 +102,9 @@ class _Page(msgspec.Struct):
 
 def _sum(details: dict[str, int], word: str) -> int | None:
     kinds = [tokens for kind, tokens in details.items() if word in kind]
-    return min(sum(kinds), MOST_TOKENS) if kinds else None
+    if sum(kinds) > MOST_TOKENS:
+        raise Damaged(f"usageDetails has more than {MOST_TOKENS:,} tokens of {word}")
+    return sum(kinds) if kinds else None
 
 
 def _first(values: Iterable[int | None]) -> int | None:
@@ -152,6 +154,8 @@ def _taker(options: Options, tally: Tally, calls: Calls) -> Callable[[_Observati
             return reason
         arrival = moment(seen.startTime or seen.start_time, "startTime")
         input_len, output_len = seen.lengths
+        if input_len == 0:
+            return NO_PROMPT
         output_len = ruler.output(prompt(seen.output) if output_len is None else None, output_len)
         if not output_len:
             return NO_OUTPUT
@@ -175,9 +179,7 @@ def _useless(seen: _Observation) -> str | None:
     parameters = seen.modelParameters or seen.model_parameters
     if isinstance(parameters, str):
         parameters = msgspec.json.decode(parameters, type=_Parameters | None)
-    if parameters is not None and str(parameters.n or 1) != "1":
-        return SEVERAL
-    return NO_PROMPT if seen.lengths[0] == 0 else None
+    return SEVERAL if parameters is not None and str(parameters.n or 1) != "1" else None
 
 
 def _read(source: Source, options: Options, tally: Tally) -> Iterator[Request]:
