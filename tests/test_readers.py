@@ -121,6 +121,14 @@ def test_azures_clocks_of_both_years_are_read(tmp_path: Path, stamp: str, second
     assert round(row.arrival * 1e6) == int(Decimal(seconds) * 1_000_000)
 
 
+def test_rows_with_images_are_counted(tmp_path: Path) -> None:
+    """The multimodal trace says how many images a prompt had: such rows cannot be replayed as text."""
+    text = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2025-01-01 00:00:00,{},5,6\n2025-01-01 00:00:01,0,5,6\n"
+    rows, tally = read(written(tmp_path, text.format(2)))
+
+    assert (len(rows), dict(tally.dropped)) == (1, {"images in the prompt": 1})
+
+
 # --- BurstGPT ---------------------------------------------------------------------------------------------
 
 

@@ -88,7 +88,7 @@ def test_other_counts_of_ids_are_refused(tmp_path: Path, ids: list[int]) -> None
 
 
 def test_bailians_ids_become_tokens_by_a_documented_rule(tmp_path: Path) -> None:
-    """Report 33 (qwen-bailian issue#4): an id stands for 16 tokens wherever it is read; the rule is tested elsewhere."""
+    """Report 33 (qwen-bailian issue#4): equal ids are 16 equal tokens; the rule itself is tested with the prompts."""
     rows, _ = read(written(tmp_path, jsonl(*BAILIAN)))
     prompts = [[int(token) for token in Prompts("salt", 32_000).token_ids(row, n)] for n, row in enumerate(rows)]
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -172,12 +174,14 @@ def test_no_text_of_a_log_is_kept(tmp_path: Path) -> None:
     assert any("messages are not kept" in note for note in tally.noted)
 
 
-def test_recorded_lengths_win_over_counted_ones(tmp_path: Path) -> None:
-    """The usage is what the server saw; block ids are cut or filled to it."""
-    for recorded in (5, QUESTION, 100):
-        row = span(gen_ai__usage__input_tokens=recorded, gen_ai__input__messages=CHAT)
-        (found,), _ = read(written(tmp_path, jsonl(row)), LETTERS)
-        assert (found.input_len, len(found.block_ids or ())) == (recorded, -(-recorded // 16))
+@pytest.mark.parametrize(("recorded", "is_noted"), [(5, True), (QUESTION, False), (100, False)])
+def test_recorded_lengths_win_over_counted_ones(tmp_path: Path, recorded: int, is_noted: bool) -> None:  # noqa: FBT001
+    """The usage is what the server saw: block ids are filled to it, as by a template, or cut, which is told."""
+    row = span(gen_ai__usage__input_tokens=recorded, gen_ai__input__messages=CHAT)
+    (found,), tally = read(written(tmp_path, jsonl(row)), LETTERS)
+
+    assert (found.input_len, len(found.block_ids or ())) == (recorded, -(-recorded // 16))
+    assert any("cut or filled" in note for note in tally.noted) == is_noted
 
 
 def links(rows: list[Request]) -> list[tuple[str, str | None, float | None]]:
@@ -215,6 +219,22 @@ def test_a_request_seen_twice_is_one(tmp_path: Path) -> None:
         (row,), tally = read(written(tmp_path, jsonl(*order)))
         assert row.id == "t1/s3"
         assert sorted(tally.dropped.values()) == [1, 1]
+
+
+@given(st.permutations(range(6)))
+def test_the_order_of_a_log_changes_nothing(tmp_path_factory: pytest.TempPathFactory, order: list[int]) -> None:
+    """Two sessions of turns that overlap, in any order of lines: the same parents and think times."""
+    turns = [
+        span(span_id=f"s{n}", session__id="ab"[n % 2], start_time=f"2026-02-25T10:00:0{start}",
+             end_time=f"2026-02-25T10:00:0{start + lasts}")
+        for n, (start, lasts) in enumerate([(0, 1), (0, 0), (1, 3), (2, 1), (4, 1), (4, 0)])
+    ]  # fmt: skip
+    rows, _ = read(written(tmp_path_factory.getbasetemp(), jsonl(*[turns[n] for n in order])))
+
+    assert sorted(links(rows)) == [
+        ("s0", None, None), ("s1", None, None), ("s2", "s0", 0.0), ("s3", "s1", 2.0), ("s4", "s2", 0.0),
+        ("s5", "s3", 1.0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["session.id", "gen_ai.conversation.id", "exgentic.session.id"])
@@ -256,6 +276,14 @@ def test_litellms_successful_calls_are_requests(tmp_path: Path, changes: dict[st
     assert [(r.arrival, r.input_len, r.output_len, r.model, r.session) for r in rows] == (
         [(1700000000.25, 30, 6, "m", None)] if reason is None else []
     )
+
+
+def test_litellms_messages_become_blocks(tmp_path: Path) -> None:
+    """With a tokenizer; the recorded length stays, and no text."""
+    (row,), _ = read(written(tmp_path, jsonl(LITELLM)), LETTERS)
+
+    assert (row.input_len, row.block_ids, row.block_size) == (30, (0, 1), 16)
+    assert b"France" not in encoded(row)
 
 
 def test_litellm_payloads_may_be_a_list(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class Options:
         rate: requests a second, for formats without a clock.
         seed: of arrivals that are drawn.
         tokenize: counts the tokens of text, and gives their ids.
-        template: how many tokens a chat's template adds, with `tokenize`.
-        keep_prompts: keep text; else it is hashed into block ids.
+        template: how many tokens a chat's template adds to those of its messages, with `tokenize`.
+        keep_prompts: keep a prompt, as the token ids of its text; else it becomes block ids.
     """
 
     block_size: int | None = None

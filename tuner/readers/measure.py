@@ -13,7 +13,7 @@ UNCOUNTED = "no token counts (a tokenizer would count them)"
 NOTHING_TO_COUNT = "no token counts and no text to count"
 TOOLS = "no token counts, and tool calls in the prompt, whose tokens depend on the template"
 NO_TEMPLATE = "chats counted without their template's tokens (--template-tokens)"
-FITTED = "recorded prompt length and counted text differ: block ids are cut or filled to the recorded length"
+FITTED = "the tokenizer's count is not the recorded length: block ids are cut or filled to what was recorded"
 CHAT_NOT_KEPT = "a chat's messages are not kept, block ids stand for them"
 FILLER = -1  # no token
 
@@ -65,7 +65,7 @@ class Ruler:
             return Measured(recorded)
         if recorded is None:
             recorded = len(tokens) + self._template(prompt, number)
-        elif recorded != len(tokens) and not prompt.is_chat:
+        elif len(tokens) > recorded or (len(tokens) < recorded and not prompt.is_chat):
             self.tally.note(FITTED, number)
         # What a template adds stands at the end here: a chat that goes on shares its texts, and no more.
         tokens = [*tokens[:recorded], *[FILLER] * (recorded - len(tokens))]
