@@ -252,6 +252,7 @@ except SpecError as error:
 """
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["sparse", "bomb"])
 def test_a_gigabyte_in_one_line_is_refused_in_little_memory(tmp_path: Path, kind: str) -> None:
     """A gigabyte of nothing, on disk or unzipped, in 700 MB of address space: every format refuses it."""

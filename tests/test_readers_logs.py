@@ -169,9 +169,11 @@ def test_no_text_of_a_log_is_kept(tmp_path: Path) -> None:
     path = written(tmp_path, jsonl(row))
     assert read(path, LETTERS)[0][0].prompt is None
     assert read(path, Options(tokenize=letters, keep_prompts=True))[0][0].prompt == tuple(letters("Hello there"))
-    kept, tally = read(SPANS / "simple_chain.json", Options(tokenize=letters, keep_prompts=True))
-    assert {row.prompt for row in kept} == {None}
-    assert any("messages are not kept" in note for note in tally.noted)
+    other = written(tmp_path, jsonl(span(gen_ai__usage__input_tokens=9, gen_ai__prompt="Hello there")), "other")
+    for path in (SPANS / "simple_chain.json", other):
+        kept, tally = read(path, Options(tokenize=letters, keep_prompts=True))
+        assert {row.prompt for row in kept} == {None}
+        assert any("not kept as prompts" in note for note in tally.noted)
 
 
 @pytest.mark.parametrize(("recorded", "is_noted"), [(5, True), (QUESTION, False), (100, False)])

@@ -46,17 +46,6 @@ def unit(options: Options, source: Source) -> float:
     return options.time_unit
 
 
-def needed(options: Options, source: Source) -> None:
-    """Refuse text without a tokenizer.
-
-    Raises:
-        SpecError: none was named.
-    """
-    if options.tokenize is None:
-        raise source.refused(None, "prompts are text, whose tokens are to be counted",
-                             "name the model's tokenizer: --tokenizer FOLDER or MODEL")  # fmt: skip
-
-
 def moment(value: float | str | None, name: str) -> float:
     """Return a time as seconds since 1970, from a number of seconds or an ISO 8601 text.
 

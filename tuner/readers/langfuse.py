@@ -31,7 +31,7 @@ from tuner.readers.format import (
     column,
     instant,
 )
-from tuner.readers.measure import Ruler
+from tuner.readers.lengths import Ruler
 from tuner.readers.records import by_record
 from tuner.readers.sessions import Calls, settled
 from tuner.readers.source import Damaged, Source, Tally

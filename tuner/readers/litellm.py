@@ -22,7 +22,7 @@ from tuner.readers.format import (
     Row,
     Tokens,
 )
-from tuner.readers.measure import Ruler
+from tuner.readers.lengths import Ruler
 from tuner.readers.records import by_record, listed
 from tuner.readers.source import Tally
 from tuner.workload import Request

@@ -11,7 +11,7 @@ import msgspec
 
 from tuner.readers.blocks import BLOCK
 from tuner.readers.chat import Prompt
-from tuner.readers.clock import needed, unit
+from tuner.readers.clock import unit
 from tuner.readers.format import (
     NO_OUTPUT,
     NO_PROMPT,
@@ -24,7 +24,7 @@ from tuner.readers.format import (
     by_line,
     check_blocks,
 )
-from tuner.readers.measure import Ruler
+from tuner.readers.lengths import Ruler
 from tuner.readers.source import Tally
 from tuner.workload import LATEST, Request
 
@@ -49,9 +49,8 @@ class _Lengths(msgspec.Struct):
 
 def _make_prompts(options: Options, tally: Tally) -> Row:
     second = unit(options, tally.source)
-    needed(options, tally.source)
     decode = msgspec.json.Decoder(_Prompt).decode
-    ruler = Ruler.of(replace(options, keep_prompts=True), tally)
+    ruler = Ruler.counting(replace(options, keep_prompts=True), tally)
 
     def row(line: bytes, number: int) -> Request | str:
         found = decode(line)

@@ -10,9 +10,9 @@ from typing import Annotated
 import msgspec
 
 from tuner.readers.chat import Prompt
-from tuner.readers.clock import drawn, needed
+from tuner.readers.clock import drawn
 from tuner.readers.format import NO_OUTPUT, Format, Head, Options, Row, by_line
-from tuner.readers.measure import Ruler
+from tuner.readers.lengths import Ruler
 from tuner.readers.source import Tally
 from tuner.workload import MOST_TOKENS, Request
 
@@ -25,10 +25,9 @@ class _Line(msgspec.Struct):
 
 
 def _make(options: Options, tally: Tally) -> Row:
-    needed(options, tally.source)
+    ruler = Ruler.counting(replace(options, keep_prompts=True), tally)
     arrival, words = drawn(options, tally.source)
     decode = msgspec.json.Decoder(_Line).decode
-    ruler = Ruler.of(replace(options, keep_prompts=True), tally)
 
     def row(line: bytes, number: int) -> Request | str:
         found = decode(line)

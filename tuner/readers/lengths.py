@@ -14,7 +14,7 @@ NOTHING_TO_COUNT = "no token counts and no text to count"
 TOOLS = "no token counts, and tool calls in the prompt, whose tokens depend on the template"
 NO_TEMPLATE = "chats counted without their template's tokens (--template-tokens)"
 FITTED = "the tokenizer's count is not the recorded length: block ids are cut or filled to what was recorded"
-CHAT_NOT_KEPT = "a chat's messages are not kept, block ids stand for them"
+NOT_KEPT = "not kept as prompts, block ids stand for them: chats, and text of another count than recorded"
 FILLER = -1  # no token
 
 
@@ -46,6 +46,21 @@ class Ruler:
         """Return the ruler for a trace that begins."""
         return cls(options, tally, Blocks(options.block_size) if options.block_size else Blocks())
 
+    @classmethod
+    def counting(cls, options: Options, tally: Tally) -> Self:
+        """Return the ruler for a trace without lengths.
+
+        Raises:
+            SpecError: no tokenizer was named.
+        """
+        if options.tokenize is None:
+            raise tally.source.refused(
+                None,
+                "prompts are text, whose tokens are to be counted",
+                "name the model's tokenizer: --tokenizer FOLDER or MODEL",
+            )
+        return cls.of(options, tally)
+
     def prompt(self, prompt: Prompt | None, recorded: int | None, number: int) -> Measured:
         """Return a prompt's length, as recorded or else counted, and its blocks where there is text to make them of.
 
@@ -67,13 +82,13 @@ class Ruler:
             recorded = len(tokens) + self._template(prompt, number)
         elif len(tokens) > recorded or (len(tokens) < recorded and not prompt.is_chat):
             self.tally.note(FITTED, number)
-        # What a template adds stands at the end here: a chat that goes on shares its texts, and no more.
-        tokens = [*tokens[:recorded], *[FILLER] * (recorded - len(tokens))]
         if self.options.keep_prompts:
-            if not prompt.is_chat and FILLER not in tokens:
+            if len(tokens) == recorded and not prompt.is_chat:
                 return Measured(recorded, prompt=tuple(tokens))
-            self.tally.note(CHAT_NOT_KEPT, number)
-        return Measured(recorded, self.blocks.of(tokens), self.blocks.size)
+            self.tally.note(NOT_KEPT, number)
+        # What a template adds stands at the end here: a chat that goes on shares its texts, and no more.
+        fitted = [*tokens[:recorded], *[FILLER] * (recorded - len(tokens))]
+        return Measured(recorded, self.blocks.of(fitted), self.blocks.size)
 
     def output(self, text: Prompt | None, recorded: int | None) -> int:
         """Return an answer's length, as recorded or else counted.
