@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from reader_data import CHAT, COUNTED, LANGFUSE, LITELLM, SPAN, SPANS, VLLM_SPANS, jsonl, letters, read, written
 
 from tuner.errors import SpecError
+from tuner.readers.chat import Prompt, prompt
 from tuner.readers.format import Options
 from tuner.workload import Request, encoded
 
@@ -108,6 +109,39 @@ def test_spans_as_the_sdk_prints_them_are_read(tmp_path: Path) -> None:
 def test_only_calls_that_generated_text_are_requests(tmp_path: Path, row: dict[str, Any], reason: str | None) -> None:
     """Spans of tools, agents, embeddings and failures are left out, each by its reason."""
     assert dropped(tmp_path, row) == reason
+
+
+@pytest.mark.parametrize(
+    ("logged", "expected"),
+    [
+        (None, None),
+        ("", None),
+        ([], None),
+        ("Hi", Prompt(("Hi",))),
+        ([5, 6], Prompt(ids=(5, 6))),
+        (["Hi"], Prompt(("Hi",))),
+        ([[5, 6]], Prompt(ids=(5, 6))),
+        ([{"role": "user", "content": "Hi"}], Prompt(("Hi",), is_chat=True)),
+        ('[{"role": "user", "content": "Hi"}]', Prompt(("Hi",), is_chat=True)),
+        ('{"messages": [{"role": "user", "content": "Hi"}]}', Prompt(("Hi",), is_chat=True)),
+        ({"messages": [{"role": "user", "content": "Hi"}], "tools": None}, Prompt(("Hi",), is_chat=True)),
+        ({"role": "assistant", "content": "Hi"}, Prompt(("Hi",), is_chat=True)),
+        ("[1, 2] and more", Prompt(("[1, 2] and more",))),
+        ('{"a": 1}', Prompt(('{"a": 1}',))),
+        ([{"role": "user", "parts": [{"type": "text", "content": "Hi"}]}], Prompt(("Hi",), is_chat=True)),
+        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}, "Ho"]}], Prompt(("Hi", "Ho"), is_chat=True)),
+        ([{"role": "user", "content": [{"type": "thinking", "thinking": "Hm"}]}], Prompt(("Hm",), is_chat=True)),
+        ([{"type": "text", "content": "Be kind."}], Prompt(("Be kind.",), is_chat=True)),
+        ([{"role": "tool", "content": "42"}], Prompt(("42",), is_chat=True, has_tools=True)),
+        (
+            [{"role": "user", "content": "Hi"}, {"type": "function_call", "name": "f", "arguments": "{}"}],
+            Prompt(("Hi", ""), is_chat=True, has_tools=True),
+        ),
+    ],
+)
+def test_a_prompt_is_found_in_the_spellings_of_logs(logged: object, expected: Prompt | None) -> None:
+    """Text, token ids, OpenAI's messages, OpenTelemetry's parts, and JSON of these inside a string."""
+    assert prompt(logged) == expected
 
 
 @pytest.mark.parametrize("messages", [[None], [{"role": 5}], [{"role": "user", "content": [{"type": "text"}]}], 5])

@@ -15,8 +15,10 @@ from tuner.readers.source import Damaged, Dropped
 MEDIA = "images, audio or files in the prompt"
 SEVERAL_PROMPTS = "several prompts in one call"
 TEXT = frozenset({"text", "input_text", "output_text", "reasoning", "refusal", "thinking", "summary_text"})
-TOOLS = frozenset({"tool_call", "tool_call_response", "tool_use", "tool_result", "function_call",
-                   "function_call_output"})  # fmt: skip
+TOOLS = frozenset({
+    "tool_call", "tool_call_response", "tool_use", "tool_result", "function_call", "function_call_output",
+    "server_tool_use", "web_search_tool_result", "redacted_thinking",
+})  # fmt: skip
 
 MESSAGE = frozenset({"role", "type"})
 
@@ -31,7 +33,7 @@ class Prompt:
         texts: in order; each is tokenised for itself, so that a prompt that goes on has the same leading tokens.
         ids: token ids, where the log has those.
         is_chat: whether a template puts tokens around the texts.
-        has_tools: whether tool calls or results are among them, whose tokens depend on the template.
+        has_tools: whether tool calls, results or what is not shown are among them: their tokens are not certain.
     """
 
     texts: tuple[str, ...] = ()
@@ -44,6 +46,7 @@ class _Part(msgspec.Struct):
     type: str | None = None
     text: Any = None
     content: Any = None
+    thinking: Any = None
     name: Any = None
     arguments: Any = None
     response: Any = None
@@ -121,6 +124,8 @@ def _pieces(message: _Message) -> Iterator[tuple[str, bool]]:
         yield from _piece(part)
     for call in message.tool_calls or ():
         yield msgspec.json.encode(call).decode(), True
+    if message.type in TOOLS:
+        yield "", True
 
 
 def _piece(part: _Part) -> Iterable[tuple[str, bool]]:
@@ -129,7 +134,7 @@ def _piece(part: _Part) -> Iterable[tuple[str, bool]]:
         return
     if part.type is not None and part.type not in TEXT:
         raise Dropped(MEDIA)
-    text = part.text if part.text is not None else part.content
+    text = next((text for text in (part.text, part.content, part.thinking) if text is not None), None)
     if not isinstance(text, str):
         raise Damaged("a text part of a message must have text")
     yield text, False
