@@ -302,6 +302,7 @@ def test_sessions_are_those_that_spans_name(tmp_path: Path, name: str) -> None:
         ({"prompt_tokens": 0}, "no prompt tokens"),
         ({"completion_tokens": 0}, "no output tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images, audio or files in the prompt"),
+        ({"messages": '[{"role": "user", "content": [{"type": "file"}]}]'}, "images, audio or files in the prompt"),
     ],
 )
 def test_litellms_successful_calls_are_requests(tmp_path: Path, changes: dict[str, Any], reason: str | None) -> None:

@@ -20,6 +20,7 @@ TOOLS = frozenset({
     "server_tool_use", "web_search_tool_result", "redacted_thinking",
 })  # fmt: skip
 
+TYPED, TYPED_IN_STRING = b'type"', b'type\\"'  # parts of other kinds than text say so
 MESSAGE = frozenset({"role", "type"})
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -59,6 +60,19 @@ class _Message(msgspec.Struct):
     parts: list[_Part] | None = None
     tool_calls: list[Any] | None = None
     type: str | None = None
+
+
+def glanced(raw: msgspec.Raw, *, is_counted: bool) -> Prompt | None:
+    """Return the prompt of JSON that is not decoded yet, only where it matters: for its text, or for media in it.
+
+    Raises:
+        Dropped: it holds more than text, or is several prompts.
+        Damaged: it is none.
+    """
+    text = bytes(raw)
+    if not text or not (is_counted or TYPED in text or TYPED_IN_STRING in text):
+        return None
+    return prompt(msgspec.json.decode(text))
 
 
 def prompt(logged: object) -> Prompt | None:

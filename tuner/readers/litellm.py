@@ -3,11 +3,9 @@
 Format: docs.litellm.ai/docs/proxy/logging_spec. `trace_id` joins the tries of one call, not the turns of a chat.
 """
 
-from typing import Any
-
 import msgspec
 
-from tuner.readers.chat import prompt
+from tuner.readers.chat import glanced
 from tuner.readers.clock import moment
 from tuner.readers.format import (
     EMBEDDING,
@@ -48,20 +46,20 @@ class _Call(msgspec.Struct):
     id: str | None = None
     model: str | None = None
     cache_hit: bool | str | None = None
-    messages: Any = None
+    messages: msgspec.Raw = msgspec.Raw()
     model_parameters: _Parameters | str | None = None
 
 
 def _make(options: Options, tally: Tally) -> Row:
     decode = msgspec.json.Decoder(_Call).decode
-    ruler = Ruler.of(options, tally)
+    ruler, is_counted = Ruler.of(options, tally), options.tokenize is not None
 
     def row(record: bytes, number: int) -> Request | str:
         call = decode(record)
         arrival = moment(call.startTime, "startTime")
         if reason := _useless(call):
             return reason
-        found = ruler.prompt(prompt(call.messages), call.prompt_tokens, number)
+        found = ruler.prompt(glanced(call.messages, is_counted=is_counted), call.prompt_tokens, number)
         return Request(
             arrival, found.input_len, call.completion_tokens, found.block_ids, found.block_size, id=call.id or None,
             prompt=found.prompt, model=call.model or None, source_line=number,
