@@ -146,11 +146,11 @@ def test_a_prompt_is_found_in_the_spellings_of_logs(logged: object, expected: Pr
 
 @pytest.mark.parametrize("messages", [[None], [{"role": 5}], [{"role": "user", "content": [{"type": "text"}]}], 5])
 def test_messages_that_are_none_are_damage(tmp_path: Path, messages: object) -> None:
-    """They are refused with their line, whatever stands in their place."""
+    """They are refused with their line where they are to be counted, whatever stands in their place."""
     path = written(tmp_path, jsonl(span(gen_ai__input__messages=messages)))
 
     with pytest.raises(SpecError, match=re.escape(f"{path}:1: ")):
-        read(path)
+        read(path, LETTERS)
 
 
 def test_lengths_are_counted_where_no_usage_is(tmp_path: Path) -> None:

@@ -62,17 +62,24 @@ class _Message(msgspec.Struct):
     type: str | None = None
 
 
-def glanced(raw: msgspec.Raw, *, is_counted: bool) -> Prompt | None:
-    """Return the prompt of JSON that is not decoded yet, only where it matters: for its text, or for media in it.
+def glanced(*places: msgspec.Raw, is_counted: bool) -> Prompt | None:
+    """Return the prompt of the first place that has one, decoded only where it matters: for its text, or for media.
+
+    Args:
+        places: JSON that is not decoded yet, or empty.
+        is_counted: whether the text matters.
 
     Raises:
         Dropped: it holds more than text, or is several prompts.
         Damaged: it is none.
     """
-    text = bytes(raw)
-    if not text or not (is_counted or TYPED in text or TYPED_IN_STRING in text):
-        return None
-    return prompt(msgspec.json.decode(text))
+    for place in places:
+        text = bytes(place)
+        if text and text != b"null" and (is_counted or TYPED in text or TYPED_IN_STRING in text):
+            found = prompt(msgspec.json.decode(text))
+            if found is not None:
+                return found
+    return None
 
 
 def prompt(logged: object) -> Prompt | None:

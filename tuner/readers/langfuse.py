@@ -6,13 +6,13 @@ every kind of `usageDetails` whose name has "input" or "output" in it is counted
 of their own there. Older exports have `usage`, or the two counts beside it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from tuner.readers.chat import prompt
+from tuner.readers.chat import glanced
 from tuner.readers.clock import moment
 from tuner.readers.format import (
     EMBEDDING,
@@ -74,8 +74,8 @@ class _Observation(msgspec.Struct):
     usage: _Usage | None = None
     promptTokens: Tokens | None = None  # noqa: N815
     completionTokens: Tokens | None = None  # noqa: N815
-    input: Any = None
-    output: Any = None
+    input: msgspec.Raw = msgspec.Raw()
+    output: msgspec.Raw = msgspec.Raw()
 
     @property
     def lengths(self) -> tuple[int | None, int | None]:
@@ -120,34 +120,10 @@ def _split(text: bytes) -> Iterable[bytes | msgspec.Raw]:
 
 
 def _make(options: Options, tally: Tally, calls: Calls) -> Row:
-    decode, take = msgspec.json.Decoder(_Observation).decode, _taker(options, tally, calls)
+    decode, ruler = msgspec.json.Decoder(_Observation).decode, Ruler.of(options, tally)
 
     def row(record: bytes, number: int) -> Request | str:
-        return take(decode(record), number)
-
-    return row
-
-
-def _make_csv(places: dict[str, int], options: Options, tally: Tally, calls: Calls) -> Fields:
-    for name in sorted(COLUMNS):
-        column(places, name)
-    known = [(place, name) for name, place in places.items() if name in _Observation.__struct_fields__]
-    take = _taker(options, tally, calls)
-
-    def fields(values: list[bytes], number: int) -> Request | str:
-        said: dict[str, Any] = {name: text for place, name in known if (text := values[place].decode())}
-        if "usage_details" in said:
-            said["usage_details"] = msgspec.json.decode(said["usage_details"], type=dict[str, Tokens])
-        return take(msgspec.convert(said, _Observation), number)
-
-    return fields
-
-
-def _taker(options: Options, tally: Tally, calls: Calls) -> Callable[[_Observation, int], Request | str]:
-    """Return the function from an observation and its line to a request, or to why it is none."""
-    ruler = Ruler.of(options, tally)
-
-    def take(seen: _Observation, number: int) -> Request | str:
+        seen = decode(record)
         if outer := seen.parentObservationId or seen.parent_observation_id:
             calls.around[seen.id] = outer
         if reason := _useless(seen):
@@ -156,10 +132,12 @@ def _taker(options: Options, tally: Tally, calls: Calls) -> Callable[[_Observati
         input_len, output_len = seen.lengths
         if input_len == 0:
             return NO_PROMPT
-        output_len = ruler.output(prompt(seen.output) if output_len is None else None, output_len)
+        if output_len is None:
+            output_len = ruler.output(glanced(seen.output, is_counted=True), None)
         if not output_len:
             return NO_OUTPUT
-        found = ruler.prompt(prompt(seen.input), input_len, number)
+        asked = glanced(seen.input, is_counted=input_len is None or options.tokenize is not None)
+        found = ruler.prompt(asked, input_len, number)
         end = seen.endTime or seen.end_time
         calls.ends.append(instant(end) if end else None)
         return Request(
@@ -168,7 +146,22 @@ def _taker(options: Options, tally: Tally, calls: Calls) -> Callable[[_Observati
             model=seen.model or seen.providedModelName or seen.provided_model_name or None,
         )  # fmt: skip
 
-    return take
+    return row
+
+
+def _make_csv(places: dict[str, int], options: Options, tally: Tally, calls: Calls) -> Fields:
+    for name in sorted(COLUMNS):
+        column(places, name)
+    known = [(place, name) for name, place in places.items() if name in _Observation.__struct_fields__]
+    row = _make(options, tally, calls)
+
+    def fields(values: list[bytes], number: int) -> Request | str:
+        said: dict[str, Any] = {name: text for place, name in known if (text := values[place].decode())}
+        if "usage_details" in said:
+            said["usage_details"] = msgspec.Raw(said["usage_details"].encode())
+        return row(msgspec.json.encode(said), number)
+
+    return fields
 
 
 def _useless(seen: _Observation) -> str | None:

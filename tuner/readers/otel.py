@@ -9,11 +9,10 @@ the arrival as the start. A tree of spans is no session: turns are joined only b
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from tuner.readers.chat import Prompt, prompt
+from tuner.readers.chat import Prompt, glanced
 from tuner.readers.clock import NO_ARRIVAL, nanoseconds
 from tuner.readers.format import (
     EMBEDDING,
@@ -37,6 +36,7 @@ from tuner.workload import Request
 
 VLLM = "llm_request"
 GENERATING = frozenset({"chat", "text_completion", "generate_content", "completion", "responses"})
+EMPTY, NO_TOOLS = msgspec.Raw(), (b"", b"null", b"[]", b'"[]"', b'""')
 ERRORS = frozenset({2, "2", "STATUS_CODE_ERROR", "ERROR", "error"})
 
 
@@ -75,13 +75,13 @@ class _Attributes(
     completion_tokens: Tokens | None = None
     n: int | None = None
     choices: int | None = None
-    input_messages: Any = None
-    system: Any = None
-    tools: Any = None
-    prompt: Any = None
-    output_messages: Any = None
-    output_text: Any = None
-    completion: Any = None
+    input_messages: msgspec.Raw = EMPTY
+    system: msgspec.Raw = EMPTY
+    tools: msgspec.Raw = EMPTY
+    prompt: msgspec.Raw = EMPTY
+    output_messages: msgspec.Raw = EMPTY
+    output_text: msgspec.Raw = EMPTY
+    completion: msgspec.Raw = EMPTY
     error: str | None = None
     conversation: str | None = None
     session: str | None = None
@@ -100,19 +100,18 @@ class _Attributes(
     def session_name(self) -> str | None:
         return self.session or self.conversation or self.exgentic_session or self.langfuse_session or None
 
-    @property
-    def asked(self) -> Prompt | None:
-        """The prompt with what was said before it."""
-        asked, system = prompt(self.input_messages or self.prompt), prompt(self.system)
+    def asked(self, *, is_counted: bool) -> Prompt | None:
+        """Return the prompt with what was said before it, where its text matters."""
+        asked = glanced(self.input_messages, self.prompt, is_counted=is_counted)
+        system = glanced(self.system, is_counted=is_counted)
         if asked is None:
             return None
-        return replace(
-            asked, texts=(system.texts if system else ()) + asked.texts, has_tools=asked.has_tools or bool(self.tools)
-        )
+        has_tools = asked.has_tools or bytes(self.tools) not in NO_TOOLS
+        return replace(asked, texts=(system.texts if system else ()) + asked.texts, has_tools=has_tools)
 
     @property
     def answered(self) -> Prompt | None:
-        return prompt(self.output_messages or self.output_text or self.completion)
+        return glanced(self.output_messages, self.output_text, self.completion, is_counted=True)
 
 
 class _Value(msgspec.Struct):
@@ -212,7 +211,8 @@ def _make(options: Options, tally: Tally, calls: Calls) -> Row:
         output_len = ruler.output(said.answered if said.output_len is None else None, said.output_len)
         if not output_len:
             return NO_OUTPUT
-        found = ruler.prompt(said.asked, said.prompt_len, number)
+        is_counted = said.prompt_len is None or options.tokenize is not None
+        found = ruler.prompt(said.asked(is_counted=is_counted), said.prompt_len, number)
         calls.ends.append(_time(span.end_time, span.endTimeUnixNano or span.end_time_unix_nano))
         return Request(
             arrival, found.input_len, output_len, found.block_ids, found.block_size, id=name, prompt=found.prompt,
@@ -236,7 +236,7 @@ def _attributes(span: _Span) -> _Attributes:
     if not isinstance(span.attributes, list):
         return span.attributes or _Attributes()
     plain = {pair.key: pair.value.plain for pair in span.attributes if pair.value is not None}
-    return msgspec.convert(plain, _Attributes, strict=False)
+    return msgspec.json.decode(msgspec.json.encode(plain), type=_Attributes, strict=False)
 
 
 def _useless(span: _Span, said: _Attributes) -> str | None:
@@ -255,7 +255,7 @@ def _useless(span: _Span, said: _Attributes) -> str | None:
 def _is_call(span: _Span, said: _Attributes) -> bool:
     if said.operation is not None:
         return said.operation in GENERATING
-    return span.name == VLLM or said.output_len is not None or said.input_messages is not None
+    return span.name == VLLM or said.output_len is not None or bool(bytes(said.input_messages))
 
 
 def _time(text: str | None, nano: int | str | None) -> float | None:
