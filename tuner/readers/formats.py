@@ -113,7 +113,7 @@ def _first_object(text: bytes) -> dict[str, object] | None:
             value = value[0]
         if isinstance(value, dict):
             return value
-    return _cut(text.decode(errors="replace").removeprefix("[").lstrip())
+    return _cut(text.decode(errors="replace").lstrip().removeprefix("[").lstrip())
 
 
 def _cut(text: str) -> dict[str, object] | None:
