@@ -53,11 +53,14 @@ class Run:
     @property
     def ids(self) -> tuple[int, ...]:
         """All ids of the prompt, in order."""
-        found: list[int] = []
+        runs: list[Run] = []
         run: Run | None = self
         while run is not None:
-            found[:0] = range(run.first, run.first + run.length)
+            runs.append(run)
             run = run.rest
+        found: list[int] = []
+        for run in reversed(runs):
+            found.extend(range(run.first, run.first + run.length))
         return tuple(found)
 
     def extended(self, shared: int, first: int, length: int) -> Self:
