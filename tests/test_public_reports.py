@@ -1,7 +1,8 @@
 """What public reports say other load generators measured wrong, each as a test of what is right.
 
 Numbers are those of the list of reports behind these tests; "aiperf#688" is an issue, "aiperf PR688" a pull
-request. Those on workloads and prompts are tested where those are: 5, 6, 16, 18, 24, 26 and 33.
+request. Those on workloads and prompts are tested where those are: 5 and 6, and in test_readers.py and
+test_readers_chats.py 16, 18, 24, 26 and 33.
 
      1  vllm#54101, PR54136: TTFT leaves out the wait in the client
             test_ttft_counts_from_the_scheduled_send, test_a_wait_for_a_slot_is_in_the_ttft
@@ -30,8 +31,12 @@ request. Those on workloads and prompts are tested where those are: 5, 6, 16, 18
             test_fast_failures_do_not_improve_latency
     15  guidellm PR1053, triton server#3113: coordinated omission
             test_a_frozen_server_does_not_stop_the_sends
+    16  aiperf#1208, PR1219: a tail's id reused as a whole block
+            test_a_tail_that_is_used_as_a_whole_block_is_told_with_its_line
     17  aiperf PR1279: first chunk holds several tokens
             test_extra_tokens_of_the_first_chunk_have_no_gap, test_tpot_leaves_the_first_chunk_out
+    18  aiperf PR1407: long runs of synthesis before the first request
+            test_rows_are_not_held
     19  aiperf#688: failures in percentiles
             test_two_percent_failures_take_the_p99_and_leave_the_p95
     20  inference-perf#648, llm-d-benchmark#261: client CPU-bound
@@ -43,8 +48,12 @@ request. Those on workloads and prompts are tested where those are: 5, 6, 16, 18
             test_short_outputs_are_no_measurement
     23  inference-perf#150, Netis/heron PR4: TTFT of an answer that is not streamed
             test_an_answer_that_is_not_streamed_has_no_ttft
+    24  sglang#12601, PR12603, PR20461, PR37201: raw trace row used as a request
+            test_a_raw_trace_goes_through_to_a_workload
     25  llmperf PR99, llmperf-leaderboard#15: TTFT in ITL, chunk = token
             test_itl_holds_no_ttft, test_a_chunk_of_four_tokens_gives_four_gaps
+    26  dynamo PR8998: rows without a timestamp
+            test_a_row_without_a_time_is_refused_with_its_line
     27  tenstorrent/tt-inference-server#4681: median ITL of 0.02 ms
             test_events_of_one_read_are_flagged
     28  tt-inference-server#259: client adds 40 to 200 ms to TTFT
@@ -57,6 +66,8 @@ request. Those on workloads and prompts are tested where those are: 5, 6, 16, 18
             test_connections_that_the_server_closes_are_not_reused
     32  tcpreplay#630, #724: drift
             test_two_thousand_rows_do_not_drift
+    33  qwen-bailian issue#4: how to make tokens from ids
+            test_bailians_ids_become_tokens_by_a_documented_rule
 """
 
 import json

@@ -1,7 +1,8 @@
 """Azure's LLM inference traces of 2023 and 2024: CSV with a wall clock and two lengths, no prefixes.
 
 Format: github.com/Azure/AzurePublicDataset. 2023 has seven fraction digits and no zone, 2024 six with an offset, or
-none at all where the fraction is zero.
+none at all where the fraction is zero. The multimodal trace of 2025 has `NumImages` as well: what an image costs is
+not in its tokens.
 """
 
 from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Fields, Format, Head, Options, by_csv, column, instant, whole
@@ -9,14 +10,18 @@ from tuner.readers.source import Tally
 from tuner.workload import Request
 
 STAMP, PROMPT, OUTPUT = COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+IMAGES, MEDIA = "NumImages", "images in the prompt"
 
 
 def _make(places: dict[str, int], _options: Options, _tally: Tally) -> Fields:
     at, prompt, output = (column(places, name) for name in COLUMNS)
+    images = places.get(IMAGES)
 
     def fields(values: list[bytes], number: int) -> Request | str:
         input_len, output_len = whole(values[prompt], PROMPT), whole(values[output], OUTPUT)
         arrival = instant(values[at].decode())
+        if images is not None and whole(values[images], IMAGES):
+            return MEDIA
         if not input_len:
             return NO_PROMPT
         return Request(arrival, input_len, output_len, source_line=number) if output_len else NO_OUTPUT

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from tuner.readers.source import Damaged, Source, Tally
+from tuner.readers.source import Damaged, Dropped, Source, Tally
 from tuner.workload import LATEST, MOST_TOKENS, Request
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
@@ -23,6 +23,11 @@ BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 (for times without a zone)
 EPOCH_UTC = EPOCH.replace(tzinfo=UTC)
 NO_PROMPT, NO_OUTPUT = "no prompt tokens", "no output tokens"
+SEVERAL = "several answers to one prompt (n > 1)"
+FAILED = "failed call"
+NOT_LLM = "no call of a language model"
+EMBEDDING = "embedding, no text is generated"
+DAMAGE = (Damaged, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 Tokenize = Callable[[str], Sequence[int]]
 
@@ -37,8 +42,8 @@ class Options:
         rate: requests a second, for formats without a clock.
         seed: of arrivals that are drawn.
         tokenize: counts the tokens of text, and gives their ids.
-        template: how many tokens a chat's template adds, with `tokenize`.
-        keep_prompts: keep text; else it is hashed into block ids.
+        template: how many tokens a chat's template adds to those of its messages, with `tokenize`.
+        keep_prompts: keep a prompt, as the token ids of its text; else it becomes block ids.
     """
 
     block_size: int | None = None
@@ -95,8 +100,8 @@ def by_line(make: Callable[[Options, Tally], Row]) -> Read:
     """Return the reader of a format with a JSON object a line.
 
     Args:
-        make: returns the function from a line and its number to a request, or to the reason why it is dropped;
-            what that raises as `Damaged` or msgspec's error is a damaged row.
+        make: returns the function from a line and its number to a request, or to the reason why it is dropped
+            (which may also be raised); what that raises as `Damaged` or msgspec's error is a damaged row.
     """
 
     def read(source: Source, options: Options, tally: Tally) -> Iterator[Request]:
@@ -105,7 +110,9 @@ def by_line(make: Callable[[Options, Tally], Row]) -> Read:
             tally.read += 1
             try:
                 found = row(line, number)
-            except (Damaged, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            except Dropped as reason:
+                found = str(reason)
+            except DAMAGE as error:
                 tally.damaged(number, error)
                 continue
             if found.__class__ is str:
@@ -140,9 +147,11 @@ def by_csv(make: Callable[[dict[str, int], Options, Tally], Fields]) -> Read:
             try:
                 values = line.split(b",") if b'"' not in line else split(line)
                 if len(values) != width:
-                    raise Damaged(f"{len(values)} fields, where the header has {width}")  # noqa: TRY301
+                    raise Damaged(f"{len(values)} fields, where the header has {width}")
                 found = row(values, number)
-            except (Damaged, ValueError, OverflowError) as error:
+            except Dropped as reason:
+                found = str(reason)
+            except (*DAMAGE, ValueError, OverflowError) as error:
                 tally.damaged(number, error)
                 continue
             if found.__class__ is str:

@@ -24,6 +24,7 @@ from tuner.readers.source import Tally
 from tuner.workload import LATEST, Request
 
 BLOCK = 512
+KEYS = frozenset({"timestamp", "input_length", "output_length", "hash_ids"})
 MOST_TAILS = 1_000_000  # so many ids are remembered to see one used twice
 SHARED_TAIL = "a block id that was another row's partial tail is used for a full block"
 
@@ -62,11 +63,12 @@ def _make(options: Options, tally: Tally) -> Row:
 
 
 def _is_this(head: Head) -> bool:
-    return (
-        head.is_json
-        and {"timestamp", "input_length", "output_length", "hash_ids"} <= head.keys
-        and ("chat_id" not in head.keys)
-    )
+    """Return whether the first row is Mooncake's: others have its keys too, with seconds or smaller blocks."""
+    if not head.is_json or not head.keys >= KEYS or "chat_id" in head.keys:
+        return False
+    stamp, length, ids = (head.first.get(key) for key in ("timestamp", "input_length", "hash_ids"))
+    is_counted = isinstance(length, int) and isinstance(ids, list) and len(ids) == -(-length // BLOCK)
+    return isinstance(stamp, int) and is_counted
 
 
 FORMAT = Format(

@@ -23,6 +23,10 @@ class Damaged(Exception):  # noqa: N818 (a row, not a mistake)
     """A row that cannot be what its format says; the message says why."""
 
 
+class Dropped(Exception):  # noqa: N818 (a row, not a mistake)
+    """A row that is no request to replay; the message is the reason, one of few, as they are counted by it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A trace's file, plain or gzip, UTF-8 with or without a mark, with any line ends."""
