@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.transforms import Columns, Selection, choose_windows, dispersion, keep_groups, scale_rate, spread, step_of
+from tuner.transforms import (
+    Columns,
+    Selection,
+    choose_windows,
+    clock_steps,
+    dispersion,
+    keep_groups,
+    scale_rate,
+    spread,
+)
 
 GROUPS = st.lists(st.integers(0, 9), min_size=1, max_size=60).map(lambda values: np.array(values, dtype=np.int64))
 
@@ -57,18 +66,19 @@ def test_the_original_is_not_turned() -> None:
 @pytest.mark.parametrize(
     ("arrivals", "step"),
     [
-        ([0, 0, 0, 3, 3, 3, 6, 6, 6], 3.0),
-        ([0, 0, 0, 2.999, 2.999, 6, 6, 6, 6], 3.0),
-        ([0, 0.1, 0.25, 0.3, 1.7], None),
-        ([0, 0, 0, 0.001, 0.001, 0.001, 0.002, 0.002], None),  # a clock of milliseconds, not a step
+        ([0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 12, 12], 3.0),
+        ([0, 0, 0, 2.999, 2.999, 6, 6, 6, 6, 15.001, 18, 18], 3.0),
+        ([0, 0.1, 0.25, 0.3, 1.7, 2.0], None),
+        ([0, 0, 0.001, 0.001, 0.002, 0.002, 0.003, 0.003, 0.004, 0.004], None),  # of milliseconds: decides nothing
+        ([0, 0, 1.1, 1.1, 1.7, 1.7, 4.2, 4.2, 5.0, 5.0], None),  # on no grid: the traffic's own bursts
         ([0, 0, 0], None),
     ],
 )
 def test_a_clock_that_goes_in_steps_is_seen(arrivals: list[float], step: float | None) -> None:
-    """Several rows a stamp, and half a second and more between stamps."""
-    found = step_of(np.array(arrivals, dtype=float))
+    """Several rows a stamp, and all stamps on one grid."""
+    found = clock_steps(np.array(arrivals, dtype=float))
 
-    assert found == (None if step is None else pytest.approx(step, abs=0.002))
+    assert (found and found.step) == (None if step is None else pytest.approx(step, abs=0.002))
 
 
 def test_spreading_keeps_each_row_in_its_step() -> None:

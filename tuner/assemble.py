@@ -43,6 +43,7 @@ from tuner.study.loop import Study
 from tuner.workload import Workload
 
 SYNCING = 1800.0  # seconds that `show --sync` may take, as long as MLflow gets on
+MOST_ROWS_OF_A_CARD = 200_000  # of a kilobyte and more each while it is made
 STORAGE, MLFLOW = "TUNE_STORAGE", "TUNE_MLFLOW"  # an address with a password need not stand in a process list
 NIXL_PLUGIN = Path(__file__).resolve().parent / "inside_vllm" / "nixl_idle"
 
@@ -335,8 +336,11 @@ def show(target: Path) -> str:
 def import_trace(wanted: intake.Wanted) -> str:
     """Make a workload of a trace, with its card; return what became of its rows, in words."""
     found = intake.run(wanted)
+    told = "".join(f"{line}\n" for line in intake.told(found))
+    if found.files["workload"] > MOST_ROWS_OF_A_CARD:
+        return f"{told}so many rows are no window of a study: there is no card (cut one: --window)\n"
     card.write(found.folder, workloads.load(found.folder))
-    return "\n".join([*intake.told(found), *show(found.folder).splitlines(), ""])
+    return told + show(found.folder)
 
 
 def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, as_json: bool) -> int:

@@ -301,8 +301,11 @@ def import_(  # noqa: PLR0917 (one parameter a flag)
         str | None,
         typer.Option("--tokenizer", help="A model's folder, tokenizer.json or name: counts text without lengths."),
     ] = None,
+    template_tokens: Annotated[
+        int | None, typer.Option("--template-tokens", help="With --tokenizer: what the chat template adds to a prompt.")
+    ] = None,
     keep_prompts: Annotated[  # noqa: FBT002 (a flag)
-        bool, typer.Option("--keep-prompts", help="Keep the text of prompts, which is else hashed to blocks.")
+        bool, typer.Option("--keep-prompts", help="Keep prompts, as token ids; else they become block ids.")
     ] = False,
     skip_damaged: Annotated[  # noqa: FBT002 (a flag)
         bool, typer.Option("--skip-damaged", help="Drop and count rows that cannot be read.")
@@ -314,7 +317,8 @@ def import_(  # noqa: PLR0917 (one parameter a flag)
     wanted = intake.wanted(
         source, out, format=format_, window=window, max_len=max_len, rate_scale=rate_scale, time_scale=time_scale,
         spread_steps=spread_steps, shrink=shrink, shrink_output=shrink_output, seed=seed, time_unit=time_unit,
-        rate=rate, block_size=block_size, tokenizer=tokenizer, keep_prompts=keep_prompts, skip_damaged=skip_damaged,
+        rate=rate, block_size=block_size, tokenizer=tokenizer, template_tokens=template_tokens,
+        keep_prompts=keep_prompts, skip_damaged=skip_damaged,
     )  # fmt: skip
     print(assemble.import_trace(wanted), end="")
     return ExitCode.OK

@@ -21,7 +21,7 @@ from tuner.errors import HostError, SpecError
 from tuner.outside import legible
 from tuner.readers import formats
 from tuner.readers.changes import Changes, Plan, plan, shrunk
-from tuner.readers.format import Format, Options
+from tuner.readers.format import Format, Options, Tokenize
 from tuner.readers.source import Source, Tally
 from tuner.readers.spool import Spool
 from tuner.workload import Fingerprint, Request, encoded
@@ -97,16 +97,18 @@ def wanted(source: Path, out: Path | None, **flags: Any) -> Wanted:
         SpecError: names the flag that is wrong, or says that the file's format is not certain.
     """
     given = {name: value for name, value in flags.items() if value is not None and value is not False}
-    for name in ("max_len", "shrink", "shrink_output", "block_size"):
+    for name in ("max_len", "shrink", "shrink_output", "block_size", "template_tokens"):
         if given.get(name, 1) < 1:
             raise SpecError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1")
     for name in ("rate_scale", "time_scale"):
         if not 0 < given.get(name, 1) < LARGEST_SCALE:
             raise SpecError(f"--{name.replace('_', '-')} {given[name]:g}: must be above 0 and below {LARGEST_SCALE:g}")
-    file = Source(source)
+    file = formats.at(source)
     kind = formats.named(given["format"]) if "format" in given else formats.recognise(file)
-    for name in sorted(OPTIONS.keys() & given.keys() - kind.takes):
-        raise SpecError(f"--{name.replace('_', '-')}: means nothing for {kind.name}", hint=f"{kind.name}: {kind.title}")
+    for name, (option, _) in OPTIONS.items():
+        if name in given and option not in kind.takes:
+            flag = f"--{name.replace('_', '-')}"
+            raise SpecError(f"{flag}: means nothing for {kind.name}", hint=f"{kind.name}: {kind.title}")
     changes = {name: given[name] for name in CHANGES if name in given}
     if "window" in given:
         changes["window"] = _duration("--window", given["window"])
@@ -116,7 +118,7 @@ def wanted(source: Path, out: Path | None, **flags: Any) -> Wanted:
                       seed=given.get("seed", 0))  # fmt: skip
     name = source.name.removesuffix(".gz")
     folder = out if out is not None else Path("workloads") / (name.rpartition(".")[0] or name)
-    return Wanted(source, kind, folder, options, "skip_damaged" in given, Changes(**changes))
+    return Wanted(file.path, kind, folder, options, "skip_damaged" in given, Changes(**changes))
 
 
 def _duration(flag: str, text: str) -> float:
@@ -146,9 +148,17 @@ def _per_second(text: str) -> float:
     return rate
 
 
+def _tokenizer(name: str) -> Tokenize:
+    from tuner.readers import tokenizer  # noqa: PLC0415 (only where one is named)
+
+    return tokenizer.load(name)
+
+
 CHANGES = ("shrink", "shrink_output", "max_len", "rate_scale", "time_scale", "spread_steps", "seed")
 # Flag -> the option of a reader, and what makes it of the flag's value.
 OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "tokenizer": ("tokenize", _tokenizer),
+    "template_tokens": ("template", int),
     "block_size": ("block_size", int),
     "time_unit": ("time_unit", _unit),
     "rate": ("rate", _per_second),

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.reuse import ideal_hits
+from tuner.transforms import Steps, clock_steps
 from tuner.workload import Request
 
 SERVER_BLOCK = 16  # tokens of a block of vLLM's prefix cache, unless it is told otherwise
@@ -21,10 +22,6 @@ LIMITS = {"4k": 4096, "8k": 8192, "16k": 16_384, "32k": 32_768, "64k": 65_536, "
 BINS = (1, 10)  # seconds, over which dispersion is told
 FEWEST_BINS = 10  # a variance of fewer says little
 MOST_BLOCKS = 5_000_000  # ids, of some 300 bytes each while they are counted
-FEWEST_STAMPS = 5
-TIES = 1.5  # rows a stamp, from which on ties are more than chance
-SHORTEST_STEP = 0.01  # s; a finer clock decides nothing that is measured here
-JITTER = 0.0015  # s; one of Mooncake's steps of 3 s is a millisecond shorter or longer than the next
 
 Numbers = npt.NDArray[np.int64]
 
@@ -55,21 +52,6 @@ class Above:
     limit: int
     rows: float
     tokens: float
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """A clock that moves in steps: rows that share a stamp arrived together for the recorder, not for the server.
-
-    Attributes:
-        step: seconds between neighbouring stamps.
-        stamps: how many there are.
-        most: rows on the fullest one.
-    """
-
-    step: float
-    stamps: int
-    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +140,8 @@ def describe(rows: Sequence[Request], history: Sequence[Request] = ()) -> Shape:
         dispersion={width: d for width in BINS if (d := _dispersion(stamps, width)) is not None},
         input_len=Lengths.of(inputs), output_len=Lengths.of(outputs), above=_above(inputs + outputs),
         single=int((outputs <= 1).sum()), reuse=_reuse(rows, history, int(inputs.sum())), sessions=_sessions(rows),
-        steps=_steps(stamps),
+        steps=clock_steps(stamps / 1e6),
     )  # fmt: skip
-
-
-def clock_steps(rows: Sequence[Request]) -> Steps | None:
-    """Return the steps of the clock alone, of rows in order of arrival."""
-    return _steps(_stamps(rows))
 
 
 def _stamps(rows: Sequence[Request]) -> Numbers:
@@ -190,20 +167,6 @@ def _above(tokens: Numbers) -> tuple[Above, ...]:
         Above(limit, float((tokens > limit).mean()), float(tokens[tokens > limit].sum() / total))
         for limit in LIMITS.values()
     )
-
-
-def _steps(stamps: Numbers) -> Steps | None:
-    """Return the clock's steps when rows share stamps and all stamps lie on one grid."""
-    distinct, rows = np.unique(stamps, return_counts=True)
-    if len(distinct) < FEWEST_STAMPS or len(stamps) < TIES * len(distinct):
-        return None
-    gaps = np.diff(distinct) / 1e6
-    times = np.rint(gaps / gaps.min())
-    step = float(gaps.sum() / times.sum())
-    on_grid = np.abs(gaps - times * step) <= max(JITTER, 0.02 * step)
-    if step < SHORTEST_STEP or on_grid.mean() < 0.99:
-        return None
-    return Steps(step, len(distinct), int(rows.max()))
 
 
 def _reuse(rows: Sequence[Request], history: Sequence[Request], total: int) -> Reuse | None:

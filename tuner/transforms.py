@@ -16,7 +16,10 @@ Bools = npt.NDArray[np.bool_]
 
 MOST_WINDOWS = 2000  # that are compared
 QUANTILES = (50, 90, 99)
-STEPPED, LEAST_STEP = 0.5, 0.5  # at most so many stamps a row, at least so many seconds apart: not a continuous clock
+FEWEST_STAMPS = 5
+TIES = 1.5  # rows a stamp, from which on ties are more than chance
+SHORTEST_STEP = 0.01  # s; a finer clock decides nothing that is measured here
+JITTER = 0.0015  # s; one of Mooncake's steps of 3 s is a millisecond shorter or longer than the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +135,37 @@ def _by_first_appearance(group: Ints) -> tuple[Ints, Ints]:
 # --- Clock ------------------------------------------------------------------------------------------------
 
 
-def step_of(arrival: Floats) -> float | None:
-    """Return the step of a clock that several rows share at a time, in seconds; None where it looks continuous."""
-    stamps = np.unique(arrival)
-    if len(stamps) < 3 or len(stamps) > STEPPED * len(arrival):
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A clock that moves in steps: rows that share a stamp arrived together for the recorder, not for the server.
+
+    Attributes:
+        step: seconds between neighbouring stamps.
+        stamps: how many there are.
+        most: rows on the fullest one.
+    """
+
+    step: float
+    stamps: int
+    most: int
+
+
+def clock_steps(arrival: Floats) -> Steps | None:
+    """Return the steps of a clock: rows share stamps, and all stamps lie on one grid; None where it has none.
+
+    Args:
+        arrival: ascending, in seconds.
+    """
+    distinct, rows = np.unique(np.rint((arrival - arrival[:1]) * 1e6), return_counts=True)
+    if len(distinct) < FEWEST_STAMPS or len(arrival) < TIES * len(distinct):
         return None
-    step = float(np.median(np.diff(stamps)))
-    return step if step >= LEAST_STEP else None
+    gaps = np.diff(distinct) / 1e6
+    times = np.rint(gaps / gaps.min())
+    step = float(gaps.sum() / times.sum())
+    on_grid = np.abs(gaps - times * step) <= max(JITTER, 0.02 * step)
+    if step < SHORTEST_STEP or on_grid.mean() < 0.99:
+        return None
+    return Steps(step, len(distinct), int(rows.max()))
 
 
 def spread(arrival: Floats, step: float, rng: np.random.Generator) -> Floats:

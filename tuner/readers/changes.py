@@ -94,7 +94,7 @@ def plan(changes: Changes, spool: Spool) -> Plan:
         dropped["outside the windows"] = len(np.unique(rows.row)) - len(kept)
     found = {name: replace(part, row=place[part.row]) for name, part in parts.items() if len(part)}
     words = [*_row_words(changes), *words, *said]
-    return Plan(found, +dropped, tuple(words), tuple(_clock_notes(changes, recorded)))
+    return Plan(found, +dropped, tuple(words), tuple(_clock_notes(recorded)))
 
 
 def _row_words(changes: Changes) -> Iterator[str]:
@@ -110,11 +110,11 @@ def _clock(changes: Changes, columns: Columns, rng: np.random.Generator) -> tupl
     """Return the columns on the clock that is wanted, and what was done to it."""
     arrival, words = columns.arrival, []
     if changes.spread_steps:
-        step = transforms.step_of(arrival)
-        if step is None:
+        steps = transforms.clock_steps(arrival)
+        if steps is None:
             raise SpecError("--spread-steps: the clock of this trace does not go in steps", hint="leave the flag out")
-        arrival = transforms.spread(arrival, step, rng)
-        words.append(f"arrivals spread evenly inside their steps of {step:g} s (seed {changes.seed})")
+        arrival = transforms.spread(arrival, steps.step, rng)
+        words.append(f"arrivals spread evenly inside their steps of {steps.step:.3g} s (seed {changes.seed})")
     if changes.time_scale != 1:
         arrival = arrival * changes.time_scale
         words.append(
@@ -138,17 +138,10 @@ def _rate(changes: Changes, columns: Columns, rng: np.random.Generator) -> tuple
     return scaled.where(np.arange(len(scaled))), [words]
 
 
-def _clock_notes(changes: Changes, columns: Columns) -> Iterator[str]:
+def _clock_notes(columns: Columns) -> Iterator[str]:
     n, span = len(columns), columns.span
     if n > 1 and (not span or n / span > FASTEST):
         yield f"{n:,} requests in {span:g} s: is the unit of time right? (--time-unit, --time-scale)"
-    step = transforms.step_of(columns.arrival)
-    if step is not None and not changes.spread_steps:
-        together = n / len(np.unique(columns.arrival))
-        yield (
-            f"the recording's clock goes in steps of {step:g} s with {together:.1f} requests on each: as recorded they "
-            "are sent at once, which decides the tail of TTFT (--spread-steps spreads them)"
-        )
 
 
 # --- The windows ------------------------------------------------------------------------------------------

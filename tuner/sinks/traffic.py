@@ -15,10 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from tuner.reuse import Tokens, ideal_hits
-from tuner.shape import SERVER_BLOCK, clock_steps, is_countable
+from tuner.shape import SERVER_BLOCK, is_countable
 from tuner.sinks.palette import BLUE, GREY, INK, ORANGE, PURPLE, SKY
 from tuner.sinks.timeline import bin_width
 from tuner.sinks.words import percent, plain
+from tuner.transforms import clock_steps
 from tuner.workload import Request, Workload
 
 LENGTH_BINS = 60
@@ -61,7 +62,7 @@ def _edges(workload: Workload) -> Floats:
     A bin holds whole steps of a clock that goes in steps, and begins a little before one.
     """
     width = max(bin_width(max(workload.span, NARROWEST)), NARROWEST)
-    early, steps = 0.0, clock_steps(workload.requests)
+    early, steps = 0.0, clock_steps(np.array([row.arrival for row in workload.requests]))
     if steps is not None:
         width, early = steps.step * np.ceil(width / steps.step), EARLY
     bins = np.floor(workload.span / width + early) + 1
