@@ -200,8 +200,6 @@ def told(found: Imported) -> Iterator[str]:
     why = f" ({_reasons(found.dropped)})" if dropped else ""
     rows = f"{found.read:,} rows read = {found.read - dropped:,} kept + {dropped:,} dropped{why}"
     yield f"{found.folder}: {found.format}, {rows}"
-    yield from (f"  {words}" for words in found.transforms)
-    yield from (f"  note: {words}" for words in found.notes)
     yield "  " + ", ".join(f"{name}.jsonl {rows:,} rows" for name, rows in found.files.items())
 
 

@@ -55,9 +55,7 @@ def said(vllm: str, code: str, *arguments: str) -> str:
     """Return the last line that code printed under vLLM's own Python."""
     python = interpreter(vllm)
     assert python is not None
-    done = subprocess.run(
-        [python, "-c", code, *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = subprocess.run([python, "-c", code, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-1000:]
     return done.stdout.splitlines()[-1]
 
