@@ -98,6 +98,7 @@ def measured(project: Project) -> list[Mapping[str, object]]:
     return [r for r in project.results() if r["failure"] is None and r["same_as"] is None]
 
 
+@pytest.mark.once
 def test_an_slo_out_of_reach_exits_3_and_names_the_closest(project: Project) -> None:
     """The closest configuration is shown and exported with its miss."""
     done = project.tune("run", "s.yaml", "--slo", "ttft=0.01ms", "--mlflow", "off")
@@ -202,6 +203,7 @@ def test_kill_minus_9_leaves_no_server(project: Project) -> None:
         running.communicate()
 
 
+@pytest.mark.once
 def test_an_interrupt_keeps_what_is_measured_and_resume_goes_on(project: Project) -> None:
     """Ctrl-C: exit 130 with the resume command; the resumed run ends the budget, nothing measured twice."""
     running = project.start(
@@ -235,6 +237,7 @@ def test_an_interrupt_while_the_server_stops_keeps_the_measurement(project: Proj
     assert [(r["label"], r["failure"]) for r in project.results()] == [("default", None)]
 
 
+@pytest.mark.once
 def test_the_default_is_measured_however_often_it_was_interrupted(project: Project) -> None:
     """Four interruptions in trial 0 do not use up its tries; SIGTERM is an interruption like Ctrl-C."""
     words = ["run", "s.yaml"]
@@ -254,6 +257,7 @@ def test_the_default_is_measured_however_often_it_was_interrupted(project: Proje
     assert next(r["label"] for r in project.results() if r["failure"] is None) == "default"
 
 
+@pytest.mark.once
 def test_a_run_folder_has_one_writer(project: Project) -> None:
     """A second tune on the folder is refused and the first goes on."""
     running = project.start("run", "s.yaml", "--mlflow", "off")
@@ -265,6 +269,7 @@ def test_a_run_folder_has_one_writer(project: Project) -> None:
     assert "another tune is at work here" in second.stderr
 
 
+@pytest.mark.once
 def test_a_result_that_was_taken_away_is_measured_again(project: Project) -> None:
     """The hint for a damaged result keeps its promise, for the default as well."""
     project.tune("run", "s.yaml", "--mlflow", "off")
@@ -278,6 +283,7 @@ def test_a_result_that_was_taken_away_is_measured_again(project: Project) -> Non
     assert labels.count("default") == 1
 
 
+@pytest.mark.once
 def test_a_lost_storage_or_a_changed_study_is_refused(project: Project) -> None:
     """Numbers are not given away twice, and two studies are not mixed."""
     project.tune("run", "s.yaml", "--mlflow", "off")
@@ -296,6 +302,7 @@ def test_a_lost_storage_or_a_changed_study_is_refused(project: Project) -> None:
     assert project.results() == before
 
 
+@pytest.mark.once
 def test_what_cannot_be_judged_is_not_met_and_says_so(project: Project) -> None:
     """Every third request fails, so no p99 exists: verdict on stdout, exit 3, nothing exported."""
     fault = json.dumps({"http_status": {"every": 3, "status": 500}})
@@ -315,6 +322,7 @@ def test_an_slo_may_name_a_class_of_the_study(project: Project) -> None:
     assert "ttft_p90_ms.chat" in project.results()[0]["metrics"]  # type: ignore[operator]
 
 
+@pytest.mark.once
 def test_a_reader_that_has_gone_does_not_change_the_exit_code(project: Project) -> None:
     """`tune run ... | true` ends with what the study found."""
     words = [sys.executable, "-m", "tuner", "run", "s.yaml", "--slo", "ttft=0.01ms", "--trials", "1", "--mlflow", "off"]
@@ -326,6 +334,7 @@ def test_a_reader_that_has_gone_does_not_change_the_exit_code(project: Project) 
     assert done.returncode == 3
 
 
+@pytest.mark.once
 def test_a_finished_run_is_shown_and_exported_again(project: Project) -> None:
     """Show and export read the run folder alone, in which the workload has its card."""
     project.tune("run", "s.yaml", "--mlflow", "off")

@@ -21,6 +21,8 @@ from tuner.deployment import ports, process
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
 from tuner.serving import Front, Role
 
+pytestmark = pytest.mark.once
+
 FOUR = "".join(f"{i}, GPU-{i}, NVIDIA GeForce RTX 4090, 24564, 24100\n" for i in range(4))
 
 

@@ -14,6 +14,8 @@ from deployment_data import is_alive, marked, wait_until
 from tuner.deployment.family import Family
 from tuner.deployment.guardian import Guardian, Ward
 
+pytestmark = pytest.mark.once
+
 SCRIPT = """
 import sys, time
 from pathlib import Path

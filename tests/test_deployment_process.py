@@ -29,6 +29,8 @@ from tuner.deployment.family import Family
 from tuner.errors import FailureKind, HostError, ServerDied, SpecError, StartError
 from tuner.serving import ServingConfig
 
+pytestmark = pytest.mark.once
+
 
 def get(url: str, path: str) -> int:
     """Return the status of an answer."""

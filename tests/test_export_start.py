@@ -23,6 +23,8 @@ from tuner import spec as specs
 from tuner.results import TrialResult
 from tuner.serving import Front, Role, ServingConfig, Topology
 
+pytestmark = pytest.mark.once
+
 FAKE = Path(__file__).parent / "fake_vllm.py"
 SPEC = specs.parse("name: s\nmodel: m\nworkload: w\n", "s.yaml")
 ROUTER = shutil.which("vllm-router", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -25,7 +25,10 @@ from tuner.sinks.pages import WorkloadFacts
 from tuner.spec import StudySpec
 from tuner.workload import Request, Workload
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's use of SQLAlchemy
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # MLflow's use of SQLAlchemy
+]
 
 UID = "7f3a9c"
 TRAFFIC = Workload("chat", (Request(0.0, 10, 5, prompt="a private matter"), Request(1.0, 30, 5)), "ab" * 32)
