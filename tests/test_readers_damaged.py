@@ -296,9 +296,7 @@ def test_rows_read_are_rows_kept_and_dropped(tmp_path: Path, kinds: list[str], n
         own = {"otel": {"span_id": f"s{number}"}, "langfuse": {"id": f"o{number}"}}.get(name, {})
         row = json.dumps({**first, **own, **(useless[name] if kind == "useless" else {})})
         lines.append(row[:-9] if kind == "damaged" else row)
-    rows, tally = read(
-        written(tmp_path, "\n".join(lines)), SAMPLES[name].options, name=name, skip_damaged=True
-    )
+    rows, tally = read(written(tmp_path, "\n".join(lines)), SAMPLES[name].options, name=name, skip_damaged=True)
 
     assert len(rows) == kinds.count("good")
     assert tally.read == len(kinds)
