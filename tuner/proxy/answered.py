@@ -146,9 +146,9 @@ class Reader:
         self._rest = lines.pop() + (b"\r" if held else b"")
         for line in lines:
             if line.startswith(b"data:"):
-                self._data.append(line[5:])
+                self._data.append(line[5:].removeprefix(b" "))
             elif not line and self._data:
-                yield b"\n".join(self._data).strip()
+                yield b"\n".join(self._data)
                 self._data.clear()
 
     def _read(self, data: bytes) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,7 @@ async def _serve(wanted: Wanted, tap: Tap, desk: "Desk", say: Callable[[str], No
             say(f"{len(tap.open)} requests are open: waiting {DRAIN:.0f} s for them at most; Ctrl-C cuts them off")
         await _either(tap.drained(), second, DRAIN)
     finally:
+        tap.is_cut = True
         await runner.cleanup()
     await _either(desk.drained(), second, LAST_QUESTIONS)
     await desk.close()
@@ -198,8 +199,8 @@ class Desk:
             self._worker.submit(self._ledger.begin, exchange.arrival)
 
     def ended(self, exchange: Exchange) -> None:
-        """Settle a request that has passed."""
-        task = asyncio.create_task(self._settle(exchange))
+        """Settle a request that has passed; its row is written whatever happens to what follows."""
+        task = asyncio.create_task(self._settle(exchange, self._worker.submit(self._ledger.settle, exchange)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -214,13 +215,13 @@ class Desk:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _settle(self, exchange: Exchange) -> None:
-        loop = asyncio.get_running_loop()
-        question = await loop.run_in_executor(self._worker, self._ledger.settle, exchange)
+    async def _settle(self, exchange: Exchange, row: "Future[Question | None]") -> None:
+        question = await asyncio.shield(asyncio.wrap_future(row))
         exchange.release()
         if question is not None:
             tokens, why_not = await self._tokens(question)
-            await loop.run_in_executor(self._worker, self._ledger.identify, question, tokens, why_not)
+            written = self._worker.submit(self._ledger.identify, question, tokens, why_not)
+            await asyncio.shield(asyncio.wrap_future(written))
 
     async def _tokens(self, question: Question) -> tuple[Sequence[int] | None, str | None]:
         """Return a prompt's tokens, or why they are not known."""

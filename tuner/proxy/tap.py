@@ -8,7 +8,7 @@ before the next is read. A client that leaves takes its request with it, at once
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Set as AbstractSet
 
 import aiohttp
@@ -30,6 +30,8 @@ HOP_BY_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authoriza
 OURS = {"host", "expect"}  # said anew to the server by the client's side of this tap
 SAID_BY_AIOHTTP = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # unless told not to
 
+AS_IS = "surrogateescape"
+
 CANCELLED = "cancelled by the client"
 CUT_OFF = "cut off when the recorder ended"
 UNREACHABLE = "the server could not be reached"
@@ -38,11 +40,12 @@ BROKE_OFF = "the server broke off"
 clock = time.perf_counter
 
 
-def onward(headers: Mapping[str, str], without: AbstractSet[str] = frozenset()) -> CIMultiDict[str]:
-    """Return the headers that are for the other end, in order, repeated ones too."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+def onward(came: web.BaseRequest | aiohttp.ClientResponse, without: AbstractSet[str] = frozenset()) -> CIMultiDict[str]:
+    """Return the headers that are for the other end: in order, repeated ones too, in the spelling they came in."""
+    named = {name.strip().lower() for name in ",".join(came.headers.getall("Connection", [])).split(",")}
     left_out = HOP_BY_HOP | named | without
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)
+    told = ((name.decode(errors=AS_IS), value.decode(errors=AS_IS)) for name, value in came.raw_headers)
+    return CIMultiDict((name, value) for name, value in told if name.lower() not in left_out)
 
 
 def session() -> aiohttp.ClientSession:
@@ -71,7 +74,7 @@ class Tap:
         ended: Callable[[Exchange], None],
     ) -> None:
         self.http, self.upstream, self._begun, self._ended = http, upstream, begun, ended
-        self.is_ending = False
+        self.is_ending = self.is_cut = False
         self.open: set[Exchange] = set()
         self._allowance = Allowance()
         self._count = 0
@@ -91,7 +94,7 @@ class Tap:
         try:
             return await self._pass(request, exchange)
         except asyncio.CancelledError:
-            exchange.fail(CUT_OFF if self.is_ending and not _has_left(request) else CANCELLED)
+            exchange.fail(CUT_OFF if self.is_cut else CANCELLED)
             raise
         finally:
             exchange.ended = exchange.ended or clock()
@@ -128,7 +131,7 @@ class Tap:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         target = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
         return await self.http.request(
-            request.method, URL(self.upstream + target, encoded=True), headers=onward(request.headers, OURS),
+            request.method, URL(self.upstream + target, encoded=True), headers=onward(request, OURS),
             data=_body(request, exchange) if request.body_exists else None, allow_redirects=False,
             skip_auto_headers=SAID_BY_AIOHTTP,
         )  # fmt: skip
@@ -138,7 +141,7 @@ class Tap:
     ) -> web.StreamResponse:
         """Hand the answer on, each part when it is there."""
         exchange.answering(answer.status, answer.headers)
-        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=onward(answer.headers))
+        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=onward(answer))
         if self.is_ending:
             response.force_close()
         try:
@@ -182,10 +185,6 @@ def _break_off(request: web.BaseRequest) -> None:
     """End an answer where the server ended it: without the end that HTTP asks for."""
     if request.transport is not None:
         request.transport.close()
-
-
-def _has_left(request: web.BaseRequest) -> bool:
-    return request.transport is None or request.transport.is_closing()
 
 
 def _error(status: int, message: str) -> web.Response:
