@@ -275,6 +275,16 @@ def test_a_connection_carries_one_request_after_the_other(pair: Pair) -> None:
     assert len(ports) == 1
 
 
+def test_a_client_of_http_1_0_is_served(pair: Pair) -> None:
+    """It gets a stream without the framing that it does not know, ended by the end of the connection."""
+    said = event({"choices": []})
+    pair.upstream.answers[CHAT] = [stream_head(), chunk(said), chunk(b"")]
+    with send(pair.recorder.url, posting(CHAT, {"stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")) as sock:
+        got = b"".join(iter(lambda: sock.recv(65536), b""))
+
+    assert got.endswith(b"\r\n\r\n" + said)
+
+
 def test_a_client_is_told_to_go_on(pair: Pair) -> None:
     """One that waits for 100 Continue before it sends its body gets it."""
     pair.upstream.answers[TEXT] = [whole(200, b"done")]

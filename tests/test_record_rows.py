@@ -99,7 +99,7 @@ def test_events_are_those_of_the_replay_clients_parser(rows: list[bytes]) -> Non
     """Two parsers, written for different ends, find the same events."""
     said = b"\n".join(rows) + b"\n\n"
     reader = Reader(is_stream=True)
-    reader._rest = said
+    reader._rest = bytearray(said)
 
     assert list(reader._events()) == list(EventParser().feed(said))
 
@@ -451,7 +451,10 @@ def test_what_is_kept_of_requests_is_bounded() -> None:
     third = Exchange(3, CHAT, 0.0, {}, room)
     third.asked(b"x" * 100)
 
-    assert (first.failure, second.failure, third.failure, room.left) == (None, CROWDED, None, 0)
+    third.answering(200, JSON_HEADERS)
+    third.answered(b"x")
+
+    assert (first.failure, second.failure, third.failure, room.left) == (None, CROWDED, CROWDED, 100)
 
 
 # --- Files ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ TOO_LARGE = "too large to read"
 COMPRESSED = "compressed"
 
 MOST_OF_AN_EVENT = 4 << 20  # bytes
-MOST_OF_AN_ANSWER = 32 << 20
+MOST_OF_AN_ANSWER = 32 << 20  # that is not streamed
 MOST_KEPT_OF_A_REPLY = 1 << 20  # characters; a longer one is not compared with later requests
 
 _NEWLINE = re.compile(rb"\r\n|\n|\r")
@@ -101,7 +101,7 @@ class Reader:
 
     is_stream: bool
     fault: str | None = None
-    _rest: bytes = b""
+    _rest: bytearray = field(default_factory=bytearray)
     _data: list[bytes] = field(default_factory=list)
     _usage: _Usage | None = None
     _prompt_ids: list[int] | None = None
@@ -119,7 +119,7 @@ class Reader:
         self._rest += data
         if len(self._rest) > (MOST_OF_AN_EVENT if self.is_stream else MOST_OF_AN_ANSWER):
             self._give_up(TOO_LARGE)
-        elif self.is_stream:
+        elif self.is_stream and (b"\n" in data or b"\r" in data):
             for event in self._events():
                 self._read(event)
 
@@ -132,7 +132,7 @@ class Reader:
         if self.is_stream:
             self.feed(b"\n\n")
         elif self.fault is None:
-            self._read(self._rest)
+            self._read(bytes(self._rest))
         if self.fault is not None:
             raise Unreplayable(self.fault)
         if not self._finished:
@@ -143,7 +143,7 @@ class Reader:
         """Yield the data of the events that are whole; a CR at the end may be the half of a CRLF."""
         held = self._rest.endswith(b"\r")
         lines = _NEWLINE.split(self._rest[:-1] if held else self._rest)
-        self._rest = lines.pop() + (b"\r" if held else b"")
+        self._rest = bytearray(lines.pop() + (b"\r" if held else b""))
         for line in lines:
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
@@ -207,7 +207,7 @@ class Reader:
         return Told(input_len, output_len, reply, ids, self._id)
 
     def _give_up(self, why: str) -> None:
-        self.fault, self._rest, self._data = why, b"", []
+        self.fault, self._rest, self._data = why, bytearray(), []
         self._said.clear()
 
 

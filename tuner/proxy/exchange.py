@@ -61,11 +61,15 @@ class Exchange:
             return
         if self._kept + len(data) > MOST_OF_A_REQUEST:
             self.fail(TOO_LARGE)
-        elif not self.allowance.take(len(data)):
-            self.fail(CROWDED)
-        else:
-            self._kept += len(data)
+        elif self._has_room(data):
             self._body.append(data)
+
+    def _has_room(self, data: bytes) -> bool:
+        if not self.allowance.take(len(data)):
+            self.fail(CROWDED)
+            return False
+        self._kept += len(data)
+        return True
 
     def answering(self, status: int, headers: Mapping[str, str]) -> None:
         """Look at how an answer begins."""
@@ -78,7 +82,7 @@ class Exchange:
 
     def answered(self, data: bytes) -> None:
         """Read a part of the answer."""
-        if self.reader is not None:
+        if self.reader is not None and (self.reader.is_stream or self._has_room(data)):
             self.reader.feed(data)
 
     @property

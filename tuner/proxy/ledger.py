@@ -42,6 +42,7 @@ class Question:
         form: what to POST to /tokenize; None where the prompt's tokens are known or cannot be asked for.
         tokens: the prompt's, where they are known.
         keys: headers for the question.
+        size: bytes of the request, which it keeps in memory.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Question:
     form: asked.Json | None
     tokens: tuple[int, ...] | None
     keys: dict[str, str]
+    size: int
 
 
 @dataclass(slots=True)
@@ -107,8 +109,11 @@ class Ledger:
             row = changed(row, parent=before.id, think_time=round(exchange.arrival - before.ended, 6))
         self._remember(exchange, said, told, Turn(name, row.session, exchange.ended))
         tokens = said.tokens if said.tokens is not None else told.prompt_ids
-        is_completion = said.endpoint == asked.COMPLETIONS
-        return row, Question(name, told.input_len, said.text, is_completion, said.form, tokens, exchange.keys)
+        question = Question(
+            name, told.input_len, said.text, said.endpoint == asked.COMPLETIONS, said.form, tokens, exchange.keys,
+            len(exchange.body),
+        )  # fmt: skip
+        return row, question
 
     def _since_start(self, arrival: float) -> float:
         """Return seconds since the recording began: since the first request for tokens arrived."""

@@ -32,7 +32,7 @@ START_DEADLINE = 10.0  # seconds for the server to answer before anything listen
 DRAIN = 60.0  # that open requests may take after the first signal
 LAST_QUESTIONS = 30.0  # that the tokenizer may take after the last request
 AT_ONCE = 2  # questions to the tokenizer
-MOST_WAITING = 200
+MOST_WAITING = 64 << 20  # bytes of requests whose tokens are asked for
 # A thread that computes gives way to the traffic within this time; Python's own 5 ms would show in every TTFT.
 SWITCH_INTERVAL = 0.0005
 
@@ -227,9 +227,9 @@ class Desk:
         """Return a prompt's tokens, or why they are not known."""
         if question.tokens is not None or question.form is None or self.hashed == TEXT:
             return question.tokens, None
-        if self._waiting >= MOST_WAITING:
+        if self._waiting and self._waiting + question.size > MOST_WAITING:
             return None, BEHIND
-        self._waiting += 1
+        self._waiting += question.size
         try:
             async with self._few:
                 base = self._ledger.summary.upstream
@@ -237,4 +237,4 @@ class Desk:
         except tokenizer.Unknown as reason:
             return None, str(reason)
         finally:
-            self._waiting -= 1
+            self._waiting -= question.size
