@@ -253,6 +253,25 @@ def test_the_second_signal_cuts_them_off(tmp_path: Path) -> None:
     assert (recorder.process.returncode, len(recorder.rows())) == (0, 1)
 
 
+def test_a_tokenizer_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
+    """Rows are on disk when their answers have ended; without the tokens they have no block ids, and that is said."""
+    answer = {"choices": [{"finish_reason": "stop"}], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    with upstream() as server:
+        server.answers["/tokenize"] = [whole(200, b'{"tokens": [5]}')]
+        server.answers[TEXT] = [whole(200, json.dumps(answer).encode())]
+        with recording(tmp_path / "w", server.url) as recorder:
+            server.answers["/tokenize"] = [HOLD]
+            for _ in range(5):
+                post(recorder.url, TEXT, {"prompt": "abc"})
+            until(lambda: rows_written(recorder) == 5, patience=2)
+            recorder.process.send_signal(signal.SIGINT)
+            until(lambda: "5 prompts wait for the tokenizer" in recorder.errors.read_text())
+            said = recorder.stop()
+
+    assert "without block ids: 5 (the recorder ended before their tokens were known)" in said
+    assert len(recorder.rows()) == 5
+
+
 def test_cancelled_and_broken_requests_are_counted(tmp_path: Path) -> None:
     """Each by what happened to it; none is a row."""
     some = [stream_head(), chunk(event({"choices": []}))]
@@ -415,6 +434,7 @@ def test_a_replay_through_the_tap_records_what_was_sent(tmp_path: Path) -> None:
 
     assert [(row.input_len, row.output_len) for row in found] == [(row.input_len, row.output_len) for row in sent]
     arrivals = np.array([row.arrival for row in found])
-    assert np.abs((arrivals - arrivals[0]) - (sends - sends[0])).max() < 0.005
+    late = arrivals - sends
+    assert np.abs(late - np.median(late)).max() < 0.005
     assert shared_blocks(found) == shared_tokens(prompts)
     assert sum(map(sum, shared_blocks(found))) > sum(len(row.block_ids or ()) for row in found)

@@ -382,6 +382,8 @@ def _recorded(folder: Path, summary: recording.Summary) -> str:
     lines = [f"requests: {summary.requests}, of which {summary.rows} are rows"]
     lines += [f"not written: {count} ({why})" for why, count in summary.not_written.items()]
     lines += [f"without block ids: {count} ({why})" for why, count in summary.without_block_ids.items()]
+    if summary.was_cut:
+        lines.append("the recorder was cut off: what had no row in its last seconds is not counted")
     if not summary.rows:
         return "\n".join([*lines, "nothing was recorded"]) + "\n"
     lines.append(f"{folder / 'workload.jsonl'}: block ids of {summary.hashed}, {summary.block_size} tokens each")

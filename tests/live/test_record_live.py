@@ -136,5 +136,6 @@ def test_a_replay_through_the_tap_records_what_was_sent(server: str, tmp_path: P
     arrivals = np.array([row.arrival for row in found])
 
     assert [(row.input_len, row.output_len) for row in found] == [(row.input_len, row.output_len) for row in sent]
-    assert np.abs((arrivals - arrivals[0]) - (sends - sends[0])).max() < 0.005
+    late = arrivals - sends
+    assert np.abs(late - np.median(late)).max() < 0.005
     assert shared_blocks(found) == shared_tokens([row.prompt for row in found if isinstance(row.prompt, tuple)])

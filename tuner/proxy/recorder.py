@@ -32,7 +32,7 @@ START_DEADLINE = 10.0  # seconds for the server to answer before anything listen
 DRAIN = 60.0  # that open requests may take after the first signal
 LAST_QUESTIONS = 30.0  # that the tokenizer may take after the last request
 AT_ONCE = 2  # questions to the tokenizer
-MOST_WAITING = 64 << 20  # bytes of requests whose tokens are asked for
+MOST_WAITING = 64 << 20  # bytes of requests
 # A thread that computes gives way to the traffic within this time; Python's own 5 ms would show in every TTFT.
 SWITCH_INTERVAL = 0.0005
 
@@ -118,6 +118,9 @@ async def _serve(wanted: Wanted, tap: Tap, desk: "Desk", say: Callable[[str], No
     finally:
         tap.is_cut = True
         await runner.cleanup()
+    if desk.asks:
+        say(f"{desk.asks} prompts wait for the tokenizer: {LAST_QUESTIONS:.0f} s at most; Ctrl-C leaves them "
+            "without block ids")  # fmt: skip
     await _either(desk.drained(), second, LAST_QUESTIONS)
     await desk.close()
 
@@ -184,13 +187,18 @@ class Desk:
         self._ledger, self._http, self._worker = ledger, http, worker
         self._few = asyncio.Semaphore(AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting = 0
+        self._waiting: dict[str, int] = {}  # bytes of each request whose tokens are asked for, by its id
         self._has_begun = False
 
     @property
     def hashed(self) -> str:
         """What block ids are made of."""
         return self._ledger.summary.hashed
+
+    @property
+    def asks(self) -> int:
+        """How many prompts wait for the tokenizer."""
+        return len(self._waiting)
 
     def begun(self, exchange: Exchange) -> None:
         """Take the first request that makes tokens for the recording's zero."""
@@ -227,9 +235,9 @@ class Desk:
         """Return a prompt's tokens, or why they are not known."""
         if question.tokens is not None or question.form is None or self.hashed == TEXT:
             return question.tokens, None
-        if self._waiting and self._waiting + question.size > MOST_WAITING:
+        if self._waiting and sum(self._waiting.values()) + question.size > MOST_WAITING:
             return None, BEHIND
-        self._waiting += question.size
+        self._waiting[question.id] = question.size
         try:
             async with self._few:
                 base = self._ledger.summary.upstream
@@ -237,4 +245,4 @@ class Desk:
         except tokenizer.Unknown as reason:
             return None, str(reason)
         finally:
-            self._waiting -= question.size
+            del self._waiting[question.id]

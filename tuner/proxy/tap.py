@@ -142,7 +142,7 @@ class Tap:
     ) -> web.StreamResponse:
         """Hand the answer on, each part when it is there."""
         exchange.answering(answer.status, answer.headers)
-        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=onward(answer))
+        response = _Passed(status=answer.status, reason=answer.reason, headers=onward(answer))
         if self.is_ending:
             response.force_close()
         try:
@@ -158,6 +158,17 @@ class Tap:
             _break_off(request)
         exchange.ended = clock()
         return response
+
+
+class _Passed(web.StreamResponse):
+    """An answer whose headers are the server's, with none of aiohttp's own beside what frames it."""
+
+    async def _prepare_headers(self) -> None:
+        said = {name.title() for name in self.headers}
+        await super()._prepare_headers()
+        for name in ("Content-Type", "Date", "Server"):
+            if name not in said:
+                self.headers.pop(name, None)
 
 
 class _BrokeOff(Exception):  # noqa: N818 (what happened)
