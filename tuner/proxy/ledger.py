@@ -51,7 +51,7 @@ class Question:
     is_completion: bool
     form: asked.Json | None
     tokens: tuple[int, ...] | None
-    keys: dict[str, str]
+    keys: dict[str, str] = field(repr=False)
     size: int
 
 
@@ -83,7 +83,8 @@ class Ledger:
     def settle(self, exchange: Exchange) -> Question | None:
         """Write a request's row, or count why it has none; return what its block ids need."""
         try:
-            row, said = self._row(exchange)
+            told, said = self._read(exchange)
+            row = self._row(exchange, said, told)
             self._write(encoded(row))
         except Unreplayable as reason:
             self._unwritten[str(reason)] += 1
@@ -91,29 +92,31 @@ class Ledger:
         finally:
             self._save_now_and_then()
         self._rows += 1
-        return said
+        self._remember(exchange, said, told, Turn(str(exchange.number), row.session, exchange.ended))
+        return _question(exchange, said, told)
 
-    def _row(self, exchange: Exchange) -> tuple[Request, Question]:
+    def _read(self, exchange: Exchange) -> tuple[Told, Asked]:
+        """Return what was answered and what was asked.
+
+        Raises:
+            Unreplayable: a row cannot stand for it.
+        """
         if exchange.endpoint is None:
             raise Unreplayable(ANOTHER_PATH)
         if exchange.failure is not None or exchange.reader is None:
             raise Unreplayable(exchange.failure or NEVER_ANSWERED)
-        told = exchange.reader.end()
-        said = asked.read(exchange.endpoint, exchange.body)
-        name, before = str(exchange.number), self._before(exchange, said)
+        return exchange.reader.end(), asked.read(exchange.endpoint, exchange.body)
+
+    def _row(self, exchange: Exchange, said: Asked, told: Told) -> Request:
+        before = self._before(exchange, said)
         row = Request(
-            arrival=self._since_start(exchange.arrival), input_len=told.input_len, output_len=told.output_len, id=name,
-            session=self._session(exchange, said, before), model=said.model, endpoint=said.endpoint,
+            arrival=self._since_start(exchange.arrival), input_len=told.input_len, output_len=told.output_len,
+            id=str(exchange.number), session=self._session(exchange, said, before), model=said.model,
+            endpoint=said.endpoint,
         )  # fmt: skip
-        if before is not None and exchange.arrival >= before.ended:
-            row = changed(row, parent=before.id, think_time=round(exchange.arrival - before.ended, 6))
-        self._remember(exchange, said, told, Turn(name, row.session, exchange.ended))
-        tokens = said.tokens if said.tokens is not None else told.prompt_ids
-        question = Question(
-            name, told.input_len, said.text, said.endpoint == asked.COMPLETIONS, said.form, tokens, exchange.keys,
-            len(exchange.body),
-        )  # fmt: skip
-        return row, question
+        if before is None or exchange.arrival < before.ended:  # one session's requests may overlap
+            return row
+        return changed(row, parent=before.id, think_time=round(exchange.arrival - before.ended, 6))
 
     def _since_start(self, arrival: float) -> float:
         """Return seconds since the recording began: since the first request for tokens arrived."""
@@ -206,6 +209,15 @@ class Ledger:
             write_summary(self.folder, self.counted())
         except OSError as error:
             self._broke(error)
+
+
+def _question(exchange: Exchange, said: Asked, told: Told) -> Question:
+    return Question(
+        id=str(exchange.number), input_len=told.input_len, text=said.text, form=said.form,
+        is_completion=said.endpoint == asked.COMPLETIONS,
+        tokens=said.tokens if said.tokens is not None else told.prompt_ids,
+        keys=exchange.keys, size=len(exchange.body),
+    )  # fmt: skip
 
 
 def opening(upstream: str, *, hashed: str, keeps_prompts: bool) -> Summary:
