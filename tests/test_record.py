@@ -202,6 +202,17 @@ def test_kill_9_loses_only_what_was_open(server: FakeServer, tmp_path: Path) -> 
     assert recorder.summary()["was_cut"] is True
 
 
+def test_a_killed_recorder_without_rows_leaves_nothing_to_keep(server: FakeServer, tmp_path: Path) -> None:
+    """--finish says so and clears the folder for the next one."""
+    with recording(tmp_path / "w", server.url) as recorder:
+        recorder.process.kill()
+        recorder.process.wait()
+    finished = tune("record", "--finish", str(tmp_path / "w"))
+
+    assert "nothing was recorded" in finished.stdout
+    assert not (tmp_path / "w").exists()
+
+
 def test_parts_rotate(server: FakeServer, tmp_path: Path) -> None:
     """No part is larger than was said, and none of the rows is lost between two."""
     with recording(tmp_path / "w", server.url, "--rotate", "1kB") as recorder:

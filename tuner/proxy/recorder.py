@@ -73,15 +73,7 @@ def run(wanted: Wanted, say: Callable[[str], None]) -> Recorded:
             ledger = runner.run(_record(wanted, say))
     finally:
         sys.setswitchinterval(before)
-    return _closed(wanted.folder, ledger)
-
-
-def _closed(folder: Path, ledger: Ledger) -> Recorded:
-    """Make a workload of what was recorded; of nothing, nothing."""
-    if not (counted := ledger.counted()).rows:
-        recording.clear(folder)
-        return Recorded(counted, not ledger.is_broken)
-    return Recorded(recording.finish(folder, counted), not ledger.is_broken)
+    return Recorded(recording.finish(wanted.folder, ledger.counted()), not ledger.is_broken)
 
 
 async def _record(wanted: Wanted, say: Callable[[str], None]) -> Ledger:
@@ -94,6 +86,7 @@ async def _record(wanted: Wanted, say: Callable[[str], None]) -> Ledger:
         stack.callback(parts.close)
         opened = opening(wanted.upstream, hashed=hashed, keeps_prompts=wanted.keeps_prompts)
         ledger = Ledger(wanted.folder, opened, parts, say)
+        ledger.save()
         desk = Desk(ledger, http, stack.enter_context(ThreadPoolExecutor(1, "ledger")))
         await _serve(wanted, Tap(http, wanted.upstream, desk.begun, desk.ended), desk, say)
     return ledger

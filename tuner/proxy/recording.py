@@ -186,7 +186,8 @@ def read_summary(folder: Path) -> Summary:
 def finish(folder: Path, counted: Summary | None = None) -> Summary:
     """Make a workload of a recording's parts, and return what is in it.
 
-    Parts go only when the workload is whole on disk, so it may be cut off and done again.
+    Parts go only when the workload is whole on disk, so it may be cut off and done again. Where there are no rows, all
+    that the recorder made goes.
 
     Args:
         folder: where the parts are.
@@ -212,12 +213,7 @@ def finish(folder: Path, counted: Summary | None = None) -> Summary:
 
 def _merged(folder: Path, summary: Summary) -> Summary:
     index = _Index.of(folder)
-    lacking = 0
-    if index.rows:
-        with _replacing(folder / ROWS, index.mode) as file:
-            for row in index.sorted_rows():
-                file.write(encoded(row))
-                lacking += row.block_ids is None
+    lacking = _write_rows(folder / ROWS, index) if index.rows else 0
     missing = lacking - sum(summary.without_block_ids.values())
     without = summary.without_block_ids | ({NOT_IDENTIFIED: missing} if missing > 0 else {})
     unwritten = summary.not_written | ({CUT_LINE: index.cut} if index.cut else {})
@@ -225,8 +221,21 @@ def _merged(folder: Path, summary: Summary) -> Summary:
         summary, rows=len(index.rows), requests=len(index.rows) + sum(unwritten.values()), not_written=unwritten,
         without_block_ids=without, ended=True,
     )  # fmt: skip
-    write_summary(folder, done)
+    if index.rows:
+        write_summary(folder, done)
+    else:
+        clear(folder)
     return done
+
+
+def _write_rows(path: Path, index: "_Index") -> int:
+    """Write the rows in order of arrival; return how many have no block ids."""
+    lacking = 0
+    with _replacing(path, index.mode) as file:
+        for row in index.sorted_rows():
+            file.write(encoded(row))
+            lacking += row.block_ids is None
+    return lacking
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +318,7 @@ def _replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
 
 
 def clear(folder: Path) -> None:
-    """Leave the folder as it was before a recording in which nothing was written."""
+    """Remove what a recorder made, and the folder when that was all."""
     with suppress(OSError):
         for path in (*folder.glob(PARTS), folder / SUMMARY):
             path.unlink(missing_ok=True)
