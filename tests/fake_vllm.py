@@ -178,6 +178,7 @@ class Behaviour:
     no_done: bool = False
     never_stream: bool = False  # one JSON object, whatever was asked for
     prompt_drift: int = 0  # added to usage.prompt_tokens
+    tokenizer: bool = True  # there is a /tokenize
     keep_alive: float = 5.0
     connect_delay: float = 0.0  # a new connection is not read from for so long (connecting itself is the kernel's)
     metrics_lie: float = 0.0  # added to each TTFT in the server's own metrics
@@ -976,6 +977,8 @@ class Connection(asyncio.Protocol):
             server.complete(self, body, Completions(server.behaviour))
         elif method == "POST" and path == "/v1/chat/completions":
             server.complete(self, body, Chat(server.behaviour))
+        elif method == "POST" and path == "/tokenize" and server.behaviour.tokenizer:
+            self.answer(200, server.tokenize(json.loads(body)))
         else:
             self.answer(404, {"detail": "Not Found"})
 
@@ -1077,6 +1080,13 @@ class Server:
             entry["prompt"] = list(stream.prompt)
         self.log.write(json.dumps(entry) + "\n")
         self.log.flush()
+
+    def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer /tokenize: a token is a byte."""
+        api = Chat if "messages" in body else Completions
+        tokens = list(api(self.behaviour).prompt(body))
+        limit = self.args["max_model_len"]
+        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
 
     def models(self) -> dict[str, Any]:
         """Answer /v1/models."""

@@ -344,3 +344,18 @@ def test_the_server_can_lie_about_its_ttft(tmp_path: Path) -> None:
     assert timing["time_to_first_token_ms"] >= 1000
     assert seen["vllm:time_to_first_token_seconds_sum"] >= 1
     assert entry["writes"][0][0] - entry["arrived"] < 0.5
+
+
+# --- Tokenizer --------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_gives_what_a_prompt_is_counted_as(tmp_path: Path) -> None:
+    """A byte is a token: of a completion's prompt, or of all that a chat says."""
+    with serving(tmp_path) as server:
+        said = [{"role": "system", "content": "ab"}, {"role": "user", "content": "cé"}]
+        for path, body in ((TEXT, {"prompt": "abcé"}), (CHAT, {"messages": said})):
+            with urlopen(f"{server.url}/tokenize", json.dumps(body).encode(), timeout=5) as answer:
+                tokens = json.load(answer)["tokens"]
+
+            assert bytes(tokens).decode() == "abcé"
+            assert whole(server, path, **body)["usage"]["prompt_tokens"] == len(tokens)

@@ -27,6 +27,8 @@ from tuner.evaluate import LiveEvaluator
 from tuner.origin import Address, Origin
 from tuner.outside import without_secret
 from tuner.plan import Plan
+from tuner.proxy import recorder, recording
+from tuner.replay.remote import base_of
 from tuner.results import TrialResult, front, limits
 from tuner.seams import Measurement, Sink
 from tuner.serving import Json
@@ -384,6 +386,34 @@ def _keep(found: Measurement, out: Path) -> None:
         write_json(folder / "metrics.json", units.to_outside(repeat.metrics))
         title = f"{found.workload.name} at {found.url} ({found.model})" + (f", repeat {number}" if several else "")
         (folder / "replay.png").write_bytes(timeline.figure_png(seen, found.slos, title=title))
+
+
+def record(upstream: str, out: Path, *, host: str, port: int, keeps_prompts: bool, rotate: str) -> int:
+    """Record what goes through to a server until a signal; say what was written; return the exit code."""
+    base = base_of(upstream, "--upstream", keys="the keys of clients pass through")
+    wanted = recorder.Wanted(base, host, port, out, keeps_prompts, recording.parse_size(rotate))
+    done = recorder.run(wanted, _say)
+    print(_recorded(out, done.summary), end="", flush=True)
+    return ExitCode.OK if done.is_whole else ExitCode.HOST
+
+
+def finish_recording(folder: Path) -> int:
+    """Make a workload of a recording that was cut off; return the exit code."""
+    print(_recorded(folder, recording.finish(folder)), end="", flush=True)
+    return ExitCode.OK
+
+
+def _recorded(folder: Path, summary: recording.Summary) -> str:
+    """Return what a recording holds, and why it does not hold the rest."""
+    lines = [f"requests: {summary.requests}, of which {summary.rows} are rows"]
+    lines += [f"not written: {count} ({why})" for why, count in summary.not_written.items()]
+    lines += [f"without block ids: {count} ({why})" for why, count in summary.without_block_ids.items()]
+    if summary.was_cut:
+        lines.append("the recorder was cut off: what had no row in its last seconds is not counted")
+    if not summary.rows:
+        return "\n".join([*lines, "nothing was recorded"]) + "\n"
+    lines.append(f"{folder / 'workload.jsonl'}: block ids of {summary.hashed}, {summary.block_size} tokens each")
+    return "\n".join([*lines, f"look at it: {as_typed('tune')} show {shlex.quote(str(folder))}"]) + "\n"
 
 
 def _is_workload(target: Path) -> bool:

@@ -21,6 +21,8 @@ from ruamel.yaml.error import YAMLError
 from tuner import __version__
 from tuner.errors import ExitCode, SpecError, TunerError
 
+LOOPBACK = "127.0.0.1"
+
 P = ParamSpec("P")
 
 app = typer.Typer(
@@ -322,6 +324,36 @@ def import_(  # noqa: PLR0917 (one parameter a flag)
     )  # fmt: skip
     print(assemble.import_trace(wanted), end="")
     return ExitCode.OK
+
+
+@app.command()
+@_guarded
+def record(  # noqa: PLR0917 (one parameter a flag)
+    upstream: Annotated[
+        str | None, typer.Option("--upstream", help="The server that requests go on to.", metavar="URL")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The workload's folder, empty or not there yet.", metavar="DIR")
+    ] = None,
+    port: Annotated[int, typer.Option("--port", help="Where clients come to.", min=0, max=65535)] = 9000,
+    host: Annotated[str, typer.Option("--host", help="Where to listen; other than this, anybody may come.")] = LOOPBACK,
+    keep_prompts: Annotated[  # noqa: FBT002 (a flag)
+        bool, typer.Option("--keep-prompts", help="Write prompts too. Without, no text of anybody's reaches the disk.")
+    ] = False,
+    rotate: Annotated[str, typer.Option("--rotate", help="Size of a part while recording.", metavar="SIZE")] = "64MB",
+    finish: Annotated[
+        Path | None, typer.Option("--finish", help="Make a workload of a recording that was cut off.", metavar="DIR")
+    ] = None,
+) -> int:
+    """Pass requests on to a server that is running, and write them as a workload."""
+    from tuner import assemble  # noqa: PLC0415
+
+    if finish is not None:
+        return assemble.finish_recording(finish)
+    if upstream is None or out is None:
+        raise SpecError("--upstream and -o are needed",
+                        hint="for example --upstream http://127.0.0.1:8000 -o workloads/mine")  # fmt: skip
+    return assemble.record(upstream, out, host=host, port=port, keeps_prompts=keep_prompts, rotate=rotate)
 
 
 @app.command()

@@ -35,16 +35,15 @@ class Served:
     max_model_len: int | None = None
 
 
-def base_of(url: str) -> str:
-    """Return the URL without /v1.
+def base_of(url: str, flag: str = "--url", *, keys: str = "a key goes into VLLM_API_KEY or OPENAI_API_KEY") -> str:
+    """Return the URL that a flag gave, without /v1; `keys` says where one goes that is not to be in it.
 
     Raises:
         SpecError: not a URL that requests can go to.
     """
     if WITH_PASSWORD.search(url):
         raise SpecError(
-            "--url: it has a user in it, and whoever lists processes reads it",
-            hint="leave it out; a key goes into VLLM_API_KEY or OPENAI_API_KEY",
+            f"{flag}: it has a user in it, and whoever lists processes reads it", hint=f"leave it out; {keys}"
         )
     base = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
@@ -53,7 +52,7 @@ def base_of(url: str) -> str:
     except ValueError:
         is_fine = False
     if not is_fine:
-        raise SpecError(f"--url {url}: not a URL of a server", hint="write for example --url http://127.0.0.1:8000")
+        raise SpecError(f"{flag} {url}: not a URL of a server", hint=f"write for example {flag} http://127.0.0.1:8000")
     return base
 
 

@@ -1,0 +1,1 @@
+"""What the tap of `tune record` adds to TTFT and ITL."""
