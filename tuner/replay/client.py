@@ -144,7 +144,7 @@ class Driver:
 
     def _await_turn(self, row: int, answered: float) -> None:
         """Have a turn sent: when it was recorded, but not before its answer's end and the time to think."""
-        due = max(self._load.due[row], answered - self._tape.anchor + self._load.turns[row].think)
+        due = float(max(self._load.due[row], answered - self._tape.anchor + self._load.turns[row].think))
         self._tape.due[row] = self._coming[row] = due
         self._alarm.at(self._tape.anchor + due, partial(self._take_turn, row))
 

@@ -1,8 +1,8 @@
 """The requests of a load as bytes, made before the clock starts and read when they are due.
 
 A trace of an hour may ask for a gigabyte of prompts. Beyond some tens of MiB they go to a file without a name, one
-after the other, and each is read when it is sent: one of 84 KB takes 7 us from the page cache, 140 us from a fast
-disk and 33 us where the kernel was told in time (docs/decisions.md, "Prompts on disk").
+after the other, and each is read when it is sent: one of 84 KB takes 9 us while the kernel has it in memory, 115 us
+and more from a disk, and 9 us again where the kernel was told in time (`python -m benchmarks.replay.prompts`).
 """
 
 import os
