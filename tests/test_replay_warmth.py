@@ -118,8 +118,8 @@ def said(engine: int = 0, *, on: bool = True, tokens: int | None = 32768, blocks
     [
         (said(), Cache(128, 32768)),
         (said(tokens=None), Cache(128, 32768)),
-        (said(0, blocks=512) + said(1, blocks=512), Cache(128, 65536)),  # data parallel: tokens are of one engine
-        (said(0, tokens=None, blocks=512) + said(1, tokens=None, blocks=512), Cache(128, 65536)),  # blocks of all
+        (said(0, blocks=512) + said(1, blocks=512), Cache(128, 65536, 2)),  # data parallel: tokens are of one engine
+        (said(0, tokens=None, blocks=512) + said(1, tokens=None, blocks=512), Cache(128, 65536, 2)),  # blocks of all
         (said(tokens=None, blocks=None), Cache(128, None)),
         (said(on=False), Cache(128, 0)),
         ('vllm:cache_config_info{block_size="16",num_gpu_blocks="10"} 1.0', Cache(16, 160)),
@@ -143,7 +143,7 @@ def test_the_caches_of_replicas_are_one_and_decoders_have_no_part(tmp_path: Path
         replicas = [Member(Role.ANY, one.url), Member(Role.ANY, two.url)]
         pair = [Member(Role.PREFILLER, one.url), Member(Role.DECODER, two.url)]
 
-        assert finish(look(replicas)) == Cache(16, 2400, servers=2)
+        assert finish(look(replicas)) == Cache(16, 2400, parts=2)
         assert finish(look(pair)) == Cache(16, 1600)
         assert finish(look([*replicas, Member(Role.ANY, "http://127.0.0.1:9")])) is None
         assert finish(look([])) is None
@@ -171,7 +171,7 @@ def test_ideal_shares_are_of_all_prompt_tokens_in_the_servers_blocks() -> None:
         (Cache(16, 0), 0, ["was not warmed: the server caches none"]),
         (Cache(16, None), 2, ["how much it holds is not known"]),
         (None, 2, ["how much it holds is not known"]),
-        (Cache(16, 1000, servers=2), 2, ["among 2 servers, each is warm with its share only"]),
+        (Cache(16, 1000, parts=2), 2, ["among 2 caches, each is warm with its share only"]),
     ],
 )
 def test_what_could_not_be_warmed_is_said(cache: Cache | None, rows: int, words: list[str]) -> None:

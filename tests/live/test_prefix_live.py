@@ -57,7 +57,7 @@ def test_vllm_says_how_much_its_prefix_cache_holds(deployment: Deployment) -> No
     cache = finish(look(deployment.members))
 
     assert cache is not None
-    assert (cache.block_size, cache.capacity, cache.servers) == (BLOCK, BLOCK * BLOCKS, 1)
+    assert (cache.block_size, cache.capacity, cache.parts) == (BLOCK, BLOCK * BLOCKS, 1)
 
 
 @pytest.mark.parametrize(("temperature", "least"), [("cold", 0.04), ("warm", 0.18)])

@@ -102,6 +102,7 @@ class Driver:
                     await cancel([dialling])
                 cpu, wall = time.process_time() - busy, clock() - tape.anchor
         finally:
+            self._turns.clear()  # connections that are closed now end requests, and nobody answers them
             await self._pool.close()
         return Seen(tape.records(), lag, cpu, wall, self._pool.opened, tape.messages, enough_files)
 

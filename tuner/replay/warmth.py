@@ -29,12 +29,12 @@ class Cache:
     Attributes:
         block_size: tokens that are hit or missed together.
         capacity: tokens that it holds, None where it is not said; 0 where nothing is cached.
-        servers: how many it lies on.
+        parts: of how many engines it is; what one has cached, another has not.
     """
 
     block_size: int
     capacity: int | None
-    servers: int = 1
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ async def look(members: Sequence[Member]) -> Cache | None:
     if not told or len(told) < len(asked) or len({cache.block_size for cache in told}) > 1:
         return None
     capacities = [cache.capacity for cache in told if cache.capacity is not None]
-    return Cache(told[0].block_size, sum(capacities) if len(capacities) == len(told) else None, len(told))
+    capacity = sum(capacities) if len(capacities) == len(told) else None
+    return Cache(told[0].block_size, capacity, sum(cache.parts for cache in told))
 
 
 def read_cache(text: str) -> Cache | None:
@@ -74,11 +75,11 @@ def read_cache(text: str) -> Cache | None:
     if block_size is None:
         return None
     if said.get("enable_prefix_caching") == "False":
-        return Cache(block_size, 0)
+        return Cache(block_size, 0, len(engines))
     tokens, blocks = _whole(said.get("kv_cache_size_tokens")), _whole(said.get("num_gpu_blocks"))
     if tokens is not None:
-        return Cache(block_size, tokens * len(engines))
-    return Cache(block_size, None if blocks is None else blocks * block_size)
+        return Cache(block_size, tokens * len(engines), len(engines))
+    return Cache(block_size, None if blocks is None else blocks * block_size, len(engines))
 
 
 def _whole(text: str | None) -> int | None:
@@ -159,10 +160,10 @@ def _notes(workload: Workload, cache: Cache | None, rows: Sequence[Request]) -> 
             f"the prefix cache holds {cache.capacity:,} tokens: {len(everything) - len(rows)} of the history's "
             f"{len(everything)} prefixes that the window hits were left out, the oldest"
         )
-    if rows and cache.servers > 1:
+    if rows and cache.parts > 1:
         yield (
-            f"the front dealt the history out among {cache.servers} servers, each is warm with its share only: the "
-            "ideal hits are those of one cache"
+            f"the history was dealt out among {cache.parts} caches, each is warm with its share only: the ideal hits are "
+            "those of one cache"
         )
 
 
