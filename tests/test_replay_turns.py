@@ -105,9 +105,9 @@ def test_a_turn_is_due_when_its_answer_was_there_and_its_user_had_thought(tmp_pa
     seen = replay.records
     assert errors(replay) == [""] * 3
     assert seen.due[1] == pytest.approx(seen.ended[0] + 0.1, abs=1e-6)
-    assert seen.due[1] == pytest.approx(0.28, abs=0.1)
+    assert 0.28 <= seen.due[1] < 0.6
     assert seen.due[2] == 1.0  # its answer was there long before
-    assert (seen.sent - seen.due - seen.connect_wait).max() < 0.05
+    assert (seen.sent - seen.due - seen.connect_wait).max() < 0.2
     assert replay.window == 1.0
     assert (replay.client["turns_followed"], replay.client["turns_delayed"]) == (2, 1)
     assert replay.client["turn_delay_max"] == pytest.approx(seen.due[1] - 0.05)

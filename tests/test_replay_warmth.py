@@ -69,6 +69,14 @@ def test_blocks_that_prefixes_share_are_counted_once() -> None:
     assert len(warm_prefixes(workload(*window, history=window), 63)) == 2
 
 
+def test_what_was_used_often_is_sent_as_often_where_a_front_deals_it_out() -> None:
+    """Three uses of a prefix may have left it in three replicas; one cache has it from the last."""
+    what = workload(row(1, 2), history=[row(1, 3), row(1, 2), row(1, 4), row(9)])
+
+    assert shapes(warmth(what, Cache(16, 32)).rows) == [((1, 2), 32), ((1,), 16)]
+    assert shapes(warmth(what, Cache(16, 32, parts=3)).rows) == [((1,), 16), ((1, 2), 32), ((1,), 16)]
+
+
 def test_a_recorded_prompt_is_cut_as_its_blocks_are() -> None:
     """Token ids are; text cannot be, and goes as it is."""
     ids = tuple(range(100, 132))

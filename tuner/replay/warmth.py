@@ -89,13 +89,17 @@ def _whole(text: str | None) -> int | None:
 def warmth(workload: Workload, cache: Cache | None) -> Warmth:
     """Return what to send ahead for a cache, and what it could hit then; None: nothing is known of it."""
     capacity, block_size = (None, None) if cache is None else (cache.capacity, cache.block_size)
-    rows = warm_prefixes(workload, capacity, block_size)
+    rows = warm_prefixes(workload, capacity, block_size, every_use=_is_dealt_out(cache))
     numbers = {} if block_size is None else _ideal(workload, rows, block_size)
     return Warmth(rows, numbers, tuple(_notes(workload, cache, rows)))
 
 
+def _is_dealt_out(cache: Cache | None) -> bool:
+    return cache is not None and cache.parts > 1
+
+
 def warm_prefixes(
-    workload: Workload, capacity: int | None = None, block_size: int | None = None
+    workload: Workload, capacity: int | None = None, block_size: int | None = None, *, every_use: bool = False
 ) -> tuple[Request, ...]:
     """Return rows that leave in the cache what the window's rows will hit of the history, latest use last.
 
@@ -106,6 +110,7 @@ def warm_prefixes(
         workload: with `history`, in order.
         capacity: tokens, None without limit.
         block_size: of the server; beginnings are cut to whole blocks of it, or of the trace's where it is unknown.
+        every_use: leave out no use of a prefix: where a front deals them out, what was used often is in many caches.
     """
     window, warmed = Prefixes(), Prefixes()
     for row in workload.requests:
@@ -119,7 +124,7 @@ def warm_prefixes(
         new = prefix.input_len - warmed.shared(prefix)
         if left is not None and new > left:
             break
-        if new:
+        if new or (every_use and prefix.input_len):
             left = None if left is None else left - new
             warmed.add(prefix)
             kept.append(prefix)
@@ -154,7 +159,7 @@ def _notes(workload: Workload, cache: Cache | None, rows: Sequence[Request]) -> 
     if not cache.capacity:
         yield "the prefix cache was not warmed: the server caches none"
         return
-    everything = warm_prefixes(workload, None, cache.block_size)
+    everything = warm_prefixes(workload, None, cache.block_size, every_use=_is_dealt_out(cache))
     if len(rows) < len(everything):
         yield (
             f"the prefix cache holds {cache.capacity:,} tokens: {len(everything) - len(rows)} of the history's "
@@ -162,8 +167,8 @@ def _notes(workload: Workload, cache: Cache | None, rows: Sequence[Request]) -> 
         )
     if rows and cache.parts > 1:
         yield (
-            f"the history was dealt out among {cache.parts} caches, each is warm with its share only: the ideal hits are "
-            "those of one cache"
+            f"the history was dealt out among {cache.parts} caches, each is warm with its share only: the ideal hits "
+            "are those of one cache"
         )
 
 
