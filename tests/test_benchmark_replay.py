@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -243,3 +245,17 @@ def test_the_table_names_who_is_absent_and_why() -> None:
 
     assert "aiperf: absent: no network" in text
     assert "10.0" in text
+
+
+def test_prompts_are_laid_out_and_read_from_disk() -> None:
+    """A few rows of the other benchmark: what it took, the memory, and a request from each of four places."""
+    command = [sys.executable, "-m", "benchmarks.replay.prompts", "--rows", "100", "--tokens", "100000"]
+    done = subprocess.run(command, cwd=measure.ROOT, capture_output=True, text=True, check=True, timeout=60)
+    laid, memory, *read, last = done.stdout.splitlines()
+
+    assert laid.startswith("100 rows, ")
+    assert memory.startswith("memory: ")
+    assert [line.partition(":")[0] for line in read] == [
+        "taken from memory", "dropped, from disk", "expecting it, in a thread", "dropped, and expected 250 ms before",
+    ]  # fmt: skip
+    assert last.endswith("MiB at most")

@@ -93,6 +93,38 @@ def test_a_study_ends_with_verdict_front_and_next_commands(project: Project) -> 
     assert len(measured(project)) == 3
 
 
+@pytest.mark.parametrize("sessions", ["follow", "absolute"])
+def test_a_trial_tells_what_its_cache_could_hit_and_how_turns_went(project: Project, sessions: str) -> None:
+    """Shares of the prompt tokens, cold, after the history, and as counted; the choice for sessions is noted."""
+    row = {"output_len": 4, "block_size": 16, "input_len": 40}
+    turns = [{"session": f"{i % 5}", "think_time_s": 0.05} for i in range(20)]
+    window = [row | {"arrival_s": i * 0.02, "block_ids": [1, 2 + i % 4, 100 + i]} | turns[i] for i in range(20)]
+    folder = project.folder / "chats"
+    folder.mkdir()
+    history = [row | {"arrival_s": i, "block_ids": [1, 2 + i, 50 + i]} for i in range(3)]
+    for name, rows in (("workload", window), ("history", history)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    words = ("--workload", "chats", "--sessions", sessions, "--trials", "1", "--mlflow", "off")
+    done = project.tune("run", "s.yaml", *words)
+
+    assert done.returncode == 0, done.stderr
+    (result,) = measured(project)
+    found, notes = result["metrics"], result["repeats"][0]["notes"]  # type: ignore[index]
+    assert found["prefix_hit_ideal_cold_share"] == pytest.approx((19 * 16 + 16 * 16) / 800)  # type: ignore[index]
+    assert found["prefix_hit_ideal_warm_share"] == pytest.approx((20 * 16 + 19 * 16) / 800)  # type: ignore[index]
+    assert found["prefix_hit_share"] == pytest.approx(found["prefix_hit_ideal_warm_share"], abs=0.1)  # type: ignore[index]
+    assert ("turns_followed" in found) == (sessions == "follow")  # type: ignore[operator]
+    assert any(("waited" if sessions == "follow" else "at recorded times") in note for note in notes)
+
+
+def test_a_way_to_send_sessions_that_there_is_not_is_refused(project: Project) -> None:
+    """By the flag's name, with what it takes."""
+    done = project.tune("run", "s.yaml", "--sessions", "backwards", "--mlflow", "off")
+
+    assert done.returncode == 2
+    assert "--sessions: workload.sessions: input should be 'follow' or 'absolute'" in done.stderr
+
+
 def measured(project: Project) -> list[Mapping[str, object]]:
     """Return the trials with numbers of their own; repeated proposals and replays lost to noise come beside them."""
     return [r for r in project.results() if r["failure"] is None and r["same_as"] is None]

@@ -15,8 +15,10 @@ import pytest
 from replay_data import VOCAB_SIZE, evenly, free_port, serving, workload
 
 from tuner.replay import run
-from tuner.replay.client import Driver, Load, Seen, finish
+from tuner.replay.client import Driver, Seen, finish
 from tuner.replay.connection import Connection, Exchange, Pool, Target, clock
+from tuner.replay.load import Load
+from tuner.replay.spool import Spool
 from tuner.replay.stream import Completion
 from tuner.replay.tape import Tape
 from tuner.workload import Request
@@ -53,13 +55,22 @@ def answering(answer: bytes, tls: ssl.SSLContext | None = None) -> Iterator[str]
 
 def send(url: str, *, rows: int = 1) -> Seen:
     """Send requests for one token, all at once."""
-    target = Target(url)
-    load = Load(target, [target.request(b"{}")] * rows, np.zeros(rows), [7] * rows, [1] * rows, drain_timeout=5.0)
 
     async def begin() -> float:
         return clock()
 
-    return finish(Driver(load).drive(begin))
+    with asking(url, rows) as load:
+        return finish(Driver(load).drive(begin))
+
+
+@contextmanager
+def asking(url: str, rows: int) -> Iterator[Load]:
+    """Lay out requests of seven tokens for one."""
+    target = Target(url)
+    with Spool() as requests:
+        for _ in range(rows):
+            requests.add(target.request(b"{}"))
+        yield Load(target, requests, np.zeros(rows), [7] * rows, [1] * rows, request_timeout=60.0, drain_timeout=5.0)
 
 
 @pytest.mark.parametrize(
@@ -243,14 +254,13 @@ class Mute(asyncio.Transport):
 
 def test_requests_in_order_end_though_nobody_is_there() -> None:
     """Twelve by four streams to a closed port: refused, each at once."""
-    target = Target(f"http://127.0.0.1:{free_port()}")
-    load = Load(target, [target.request(b"{}")] * 12, np.zeros(12), [7] * 12, [1] * 12, request_timeout=60.0)
     started = clock()
 
-    async def all_of_them() -> dict[str, str]:
+    async def all_of_them(load: Load) -> dict[str, str]:
         return await Driver(load).in_order(4)
 
-    assert set(finish(all_of_them())) == {"refused"}
+    with asking(f"http://127.0.0.1:{free_port()}", 12) as load:
+        assert set(finish(all_of_them(load))) == {"refused"}
     assert clock() - started < 10
 
 

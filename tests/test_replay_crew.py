@@ -14,7 +14,9 @@ from tuner import metrics
 from tuner.errors import FailureKind, HostError, ServerDied
 from tuner.replay import crew, run, selftest
 from tuner.replay.client import Seen
+from tuner.replay.schedule import schedule
 from tuner.seams import Replay
+from tuner.workload import Request
 
 pytestmark = pytest.mark.timing
 
@@ -74,16 +76,20 @@ def test_a_process_that_ends_early_is_an_error() -> None:
 def test_what_processes_saw_is_put_in_order(count: int, processes: int) -> None:
     """Chunks stay with their request, whoever sent it."""
     rows = [Row([i + k / 10 for k in range(i % 4)], due=i, error="" if i % 4 else "reset") for i in range(count)]
-    parts = [Seen(records(*rows[shard]), [0.0], 1.0, 2.0, 3) for shard in crew.shards(count, processes)]
+    plan = schedule([Request(i, 10, 5) for i in range(count)])
+    cut = crew.shards(plan, processes)
+    parts = [Seen(records(*(rows[i] for i in own)), [0.0], 1.0, 2.0, 3) for own in cut]
 
-    seen = crew.together(parts)
+    seen = crew.together(parts, cut)
 
     whole = records(*rows)
     assert seen.records.due.tolist() == whole.due.tolist()
     assert seen.records.chunk_time.tolist() == whole.chunk_time.tolist()
     assert seen.records.chunk_start.tolist() == whole.chunk_start.tolist()
     assert seen.records.error.tolist() == whole.error.tolist()
-    assert (seen.cpu, seen.opened, len(seen.heartbeat_lag)) == (processes, 3 * processes, processes)
+    n = min(count, processes)
+    assert (seen.cpu, seen.opened, len(seen.heartbeat_lag)) == (n, 3 * n, n)
+    assert [own.tolist() for own in cut] == [list(range(first, count, processes)) for first in range(n)]
     assert metrics.summarise(seen.records, window=1.0) == metrics.summarise(whole, window=1.0)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from replay_data import VOCAB_SIZE, evenly, workload
 
 from tuner.replay.prompts import Prompts, ordinary_tokens, to_json
-from tuner.replay.schedule import schedule, warm_prefixes, warm_up_rows
+from tuner.replay.schedule import schedule, warm_up_rows
 from tuner.workload import Request
 
 PROMPTS = Prompts("salt", VOCAB_SIZE)
@@ -87,6 +87,23 @@ def test_rows_share_tokens_as_far_as_ids(first: list[int], second: list[int], la
         assert one[16 * shared] != two[16 * shared]
 
 
+HASHES = st.lists(st.integers(-(2**63), 2**63), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(HASHES, st.lists(st.sampled_from([0, 1, 768, 768**2, 768**3, 2**53]), min_size=1, max_size=4))
+def test_ids_of_any_size_share_blocks_as_far_as_they_are_equal(first: list[int], steps: list[int]) -> None:
+    """Also those that both encoded tokens cannot tell apart: 768 ordinary tokens are the base here."""
+    second = [block + step for block, step in zip(first, steps, strict=False)]
+    one, two = ids(row(*first)), ids(row(*second))
+    blocks = zip(first, second, strict=False)
+    shared = next((i for i, (a, b) in enumerate(blocks) if a != b), len(second))
+
+    assert [one[i : i + 16] == two[i : i + 16] for i in range(0, 16 * shared, 16)] == [True] * shared
+    if shared < len(second):
+        assert one[16 * shared : 16 * shared + 16] != two[16 * shared : 16 * shared + 16]
+
+
 def test_rows_without_ids_are_unique_per_row_and_per_salt() -> None:
     """No two of 200 prompts begin alike, nor do the repeats of one (report 6)."""
     plain = Request(0.0, 40, 5)
@@ -126,7 +143,7 @@ def test_the_body_forces_length_and_asks_for_counts() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 200_000), max_size=50))
+@given(st.lists(st.integers(0, 200_000) | st.integers(0, 2**62), max_size=50))
 def test_ids_in_json_are_the_ids(numbers: list[int]) -> None:
     """Padding is whitespace to a JSON parser."""
     assert json.loads(to_json(np.array(numbers, dtype=np.int64))) == numbers
@@ -157,28 +174,3 @@ def test_warm_up_looks_like_the_workload_and_shares_nothing() -> None:
 def test_a_single_burst_can_be_warmed_up_for() -> None:
     """Rows at one moment have no rate; a handful are sent."""
     assert len(warm_up_rows(evenly(3, 0.0), duration=1.0, seed=1)) == 4
-
-
-def test_the_prefix_to_warm_is_what_the_window_will_hit() -> None:
-    """Leading full blocks of the history that the window knows; the beginning of another is left out."""
-    window = [row(0, 1, 2, 3), row(0, 7, last=4)]
-    history = [
-        row(0, 1, 9, arrival=30),  # ago: knows 0, 1
-        row(0, 1, 2, 8, arrival=20),  # knows 0, 1, 2, which begins with 0, 1
-        row(5, 6, arrival=10),  # unknown
-        row(0, 7, last=4, arrival=5),  # its partial tail is no block of the cache
-    ]
-    warmed = warm_prefixes(workload(*window, history=history))
-
-    assert [r.block_ids for r in warmed] == [(0, 1, 2)]
-    assert (warmed[0].input_len, warmed[0].output_len) == (48, 1)
-    assert ids(warmed[0]) == ids(window[0])[:48]
-
-
-def test_the_oldest_prefixes_are_left_out_beyond_the_capacity() -> None:
-    """What the cache cannot hold would only push out what came later."""
-    window = [row(1), row(2), row(3)]
-    history = [row(3, arrival=1), row(2, arrival=2), row(1, arrival=3)]
-
-    assert [r.block_ids for r in warm_prefixes(workload(*window, history=history))] == [(1,), (2,), (3,)]
-    assert [r.block_ids for r in warm_prefixes(workload(*window, history=history), 32)] == [(2,), (3,)]

@@ -83,7 +83,7 @@ def test_shared_blocks_hit_and_a_warmed_history_hits_more(tmp_path: Path) -> Non
         play(server, workload(*rows), salt="warm")
         cached = [entry["cached"] for entry in server.log()]
 
-    assert warmed == 128
+    assert [(r.input_len, r.output_len) for r in warmed.rows] == [(128, 1)]
     assert cached[:4] == [0, 128, 128, 128]
     assert cached[5:] == [128] * 4
 

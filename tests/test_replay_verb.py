@@ -242,6 +242,7 @@ def test_nothing_is_measured_for_a_folder_that_cannot_be_written(tmp_path: Path)
         ({"request_timeout": "0s"}, "above zero"),
         ({"repeats": 0}, "--repeats 0"),
         ({"endpoint": "responses"}, "no such endpoint"),
+        ({"sessions": "backwards"}, "--sessions backwards"),
         ({"extra_body": "[1]"}, "not a JSON object"),
         ({"extra_body": '{"stream": false}'}, "stream is the replay's own"),
         ({"url": "127.0.0.1:8000"}, "not a URL"),

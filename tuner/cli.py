@@ -110,6 +110,15 @@ Sets = Annotated[
         metavar="KEY=VALUE",
     ),
 ]
+Sessions = Annotated[
+    str | None,
+    typer.Option(
+        "--sessions",
+        help="follow: a turn waits for the answer before it and the time to think, where the workload knows them (the "
+        "default); absolute: all rows go at recorded times.",
+        metavar="follow|absolute",
+    ),
+]
 Gpus = Annotated[str | None, typer.Option("--gpus", help="GPUs to use by nvidia-smi's index: 0,1.", metavar="LIST")]
 Runs = Annotated[Path, typer.Option("--runs", help="Where run folders and the MLflow store lie.", metavar="DIR")]
 
@@ -135,6 +144,7 @@ def run(  # noqa: PLR0917 (one parameter a flag)
     rate_scale: Annotated[
         float | None, typer.Option("--rate-scale", help="Replay at this multiple of the recorded request rate.")
     ] = None,
+    sessions: Sessions = None,
     gpus: Gpus = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampler and prompts.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the study and its run folder.")] = None,
@@ -166,7 +176,7 @@ def run(  # noqa: PLR0917 (one parameter a flag)
     overrides = _overrides(slo, set_, gpus)
     for path, value in (
         ("budget.trials", trials), ("budget.time", time), ("repeats", repeats), ("seed", seed), ("name", name),
-        ("workload.path", workload), ("workload.rate_scale", rate_scale),
+        ("workload.path", workload), ("workload.rate_scale", rate_scale), ("workload.sessions", sessions),
     ):  # fmt: skip
         if value is not None:
             overrides[path] = value
@@ -203,6 +213,7 @@ def replay(  # noqa: PLR0917 (one parameter a flag)
     rate_scale: Annotated[
         float | None, typer.Option("--rate-scale", help="Replay at this multiple of the recorded request rate.")
     ] = None,
+    sessions: Sessions = None,
     repeats: Annotated[int | None, typer.Option("--repeats", help="Replays; the median is shown.")] = None,
     seed: Annotated[
         int | None,
@@ -247,8 +258,8 @@ def replay(  # noqa: PLR0917 (one parameter a flag)
 
     asked = measure.wanted(
         workload, url, slo or (), rate_scale, seed, model=model, endpoint=endpoint, repeats=repeats,
-        vocab_size=vocab_size, extra_body=extra_body, warm_up=warm_up, request_timeout=request_timeout,
-        drain_timeout=drain_timeout, processes=processes,
+        sessions=sessions, vocab_size=vocab_size, extra_body=extra_body, warm_up=warm_up,
+        request_timeout=request_timeout, drain_timeout=drain_timeout, processes=processes,
     )  # fmt: skip
     return assemble.replay(asked, out, bench_json, as_json=as_json)
 

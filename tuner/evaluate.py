@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tuner import metrics, units
 from tuner.errors import HostError
@@ -18,7 +19,7 @@ from tuner.seams import Deployment, Evaluation, Launcher, Progress, Replay
 from tuner.serving import Role, ServingConfig
 from tuner.sinks.runfolder import write_json
 from tuner.slo import Slo
-from tuner.spec import StudySpec
+from tuner.spec import FOLLOW, StudySpec
 from tuner.workload import Workload
 
 # Of the server's counters, those that explain a result; all of them are in counters.json.
@@ -142,14 +143,13 @@ class LiveEvaluator:
             again = " again: the client was late" if attempt == 2 else ""
             progress.phase(f"replay {number} of {self.spec.repeats}{again}", expected=self.workload.span)
             salt = f"{self.spec.seed}/{number}/{attempt}"
-            if self.workload.history:
-                replaying.warm_prefix(
-                    deployment.url, served_name(config), self.workload, salt=salt,
-                    vocab_size=self.vocab_size, check_alive=deployment.check_alive,
-                )  # fmt: skip
+            how: Any = {"salt": salt, "vocab_size": self.vocab_size, "members": deployment.members}
+            cache = replaying.warm_prefix(
+                deployment.url, served_name(config), self.workload, check_alive=deployment.check_alive, **how
+            )
             return replaying.replay(
-                deployment.url, served_name(config), self.workload, salt=salt, vocab_size=self.vocab_size,
-                members=deployment.members,
+                deployment.url, served_name(config), self.workload, cache=cache, **how,
+                follow_sessions=self.spec.workload.sessions == FOLLOW,
                 drain_timeout=self.spec.workload.drain_timeout, check_alive=deployment.check_alive,
             )  # fmt: skip
 

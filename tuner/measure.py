@@ -27,6 +27,7 @@ from tuner.results import Repeat, combine
 from tuner.seams import Measurement, Member, Progress, Replay
 from tuner.serving import Json, Role
 from tuner.slo import Slo
+from tuner.spec import FOLLOW, SESSIONS
 from tuner.workload import Workload
 
 WARM_UP, DRAIN_TIMEOUT = 5.0, 120.0  # a study's
@@ -46,6 +47,7 @@ class Wanted:
     seed: int = 0
     vocab_size: int | None = None
     extra_body: Mapping[str, Json] | None = None
+    sessions: str = FOLLOW
     warm_up: float = WARM_UP
     request_timeout: float | None = None
     drain_timeout: float = DRAIN_TIMEOUT
@@ -74,6 +76,8 @@ def wanted(
             raise SpecError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1")
     if given.get("endpoint", COMPLETIONS) not in PATHS:
         raise SpecError(f"--endpoint {given['endpoint']}: no such endpoint", hint=f"one of: {', '.join(PATHS)}")
+    if given.get("sessions", FOLLOW) not in SESSIONS:
+        raise SpecError(f"--sessions {given['sessions']}: no such way", hint=f"one of: {', '.join(SESSIONS)}")
     if "extra_body" in given:
         given["extra_body"] = _extra_body(given["extra_body"])
     return Wanted(url=remote.base_of(url), workload=rows, slos=_slos(slo), seed=seed, **given)
@@ -200,15 +204,14 @@ def _replay(
         salt = f"{asked.seed}/{number}/{attempt}"
         if asked.workload.history:
             progress.phase("warming the prefix cache with the workload's history")
-            replaying.warm_prefix(
-                target.base, target.model, asked.workload, salt=salt, vocab_size=target.vocab_size, **target.how
-            )
+        how = {"salt": salt, "vocab_size": target.vocab_size, "members": target.members, **target.how}
+        cache = replaying.warm_prefix(target.base, target.model, asked.workload, **how)
         again = " again: the client was late" if attempt > 1 else ""
         progress.phase(f"replay {number} of {asked.repeats}{again}", expected=asked.workload.span)
         return replaying.replay(
-            target.base, target.model, asked.workload, salt=salt, vocab_size=target.vocab_size,
-            members=target.members, drain_timeout=asked.drain_timeout,
-            request_timeout=asked.request_timeout, on_progress=on_progress, processes=asked.processes, **target.how,
+            target.base, target.model, asked.workload, cache=cache, **how,
+            follow_sessions=asked.sessions == FOLLOW, drain_timeout=asked.drain_timeout,
+            request_timeout=asked.request_timeout, on_progress=on_progress, processes=asked.processes,
         )  # fmt: skip
 
     def judge(seen: Replay) -> tuple[str, ...]:

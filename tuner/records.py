@@ -18,7 +18,8 @@ class Records:
     """What happened to each offered request, as columns; times are seconds after the replay's anchor.
 
     Columns of length n (requests, in order of the schedule); NaN where it did not happen or is not known:
-        due: scheduled send.  sent: request written.  ended: last byte, error or give-up.
+        due: scheduled send; of a turn, when its user could ask it, where that was later than recorded.
+        sent: request written.  ended: last byte, error or give-up.
         connect_wait: seconds of the time until `sent` in which there was no connection.
         first_byte: the answer's status and headers were there.
         input_len, output_len: tokens asked for.

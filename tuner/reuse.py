@@ -5,7 +5,7 @@ of a prompt itself. The ideal is what a cache that never forgets would hit, rows
 here is pure: rows in, tokens out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,17 @@ def ideal_hits(rows: Sequence[Request], block_size: int, before: Sequence[Reques
         block_size: of the server's cache, in tokens; the trace's own blocks may be of any other size.
         before: what was cached when the first row came.
     """
-    cache = _Seen()
+    seen = Prefixes()
     for row in before:
-        cache.shared(row)
-    shared = np.fromiter((cache.shared(row) for row in rows), dtype=np.int64, count=len(rows))
+        seen.add(row)
+    shared = np.fromiter((seen.add(row) for row in rows), dtype=np.int64, count=len(rows))
     most = np.fromiter((row.input_len - 1 for row in rows), dtype=np.int64, count=len(rows))
     hits: Tokens = np.minimum(shared, most) // block_size * block_size
     return hits
 
 
-class _Seen:
-    """The prompts seen so far, as a tree of block ids.
+class Prefixes:
+    """The prompts of rows as a tree of block ids.
 
     A block's tokens are a function of its id, so that two blocks with the same id and the same past share their
     beginning, as long as the shorter of the two; what follows is shared only where both are equally long.
@@ -43,21 +43,37 @@ class _Seen:
         self._longest: dict[tuple[int, int], int] = {}  # (place, id): tokens
         self._next: dict[tuple[int, int, int], int] = {}  # (place, id, tokens): place
 
-    def shared(self, row: Request) -> int:
-        """Return how many leading tokens this prompt shares with one seen before, and have it seen."""
-        if row.block_ids is None or row.block_size is None:
-            return 0
-        shared, place, left = 0, 0, row.input_len
-        for block in row.block_ids:
-            size = min(row.block_size, left)
-            seen = self._longest.get((place, block), 0)
-            shared += min(seen, size)
-            if seen < size:
+    def add(self, row: Request) -> int:
+        """Return how many leading tokens this prompt shares with one that is here, and have it here as well."""
+        shared, place = 0, 0
+        for block, size in _blocks(row):
+            known = self._longest.get((place, block), 0)
+            shared += min(known, size)
+            if known < size:
                 self._longest[place, block] = size
             # A place that is new has nothing below it: from the first difference on, nothing is added.
             place = self._next.setdefault((place, block, size), len(self._next) + 1)
-            left -= size
         return shared
+
+    def shared(self, row: Request) -> int:
+        """Return how many leading tokens this prompt shares with one that is here."""
+        shared, place = 0, 0
+        for block, size in _blocks(row):
+            shared += min(self._longest.get((place, block), 0), size)
+            if (below := self._next.get((place, block, size))) is None:
+                break
+            place = below
+        return shared
+
+
+def _blocks(row: Request) -> Iterator[tuple[int, int]]:
+    """Yield the ids of a prompt's blocks and how many tokens each has."""
+    if row.block_ids is None or row.block_size is None:
+        return
+    left = row.input_len
+    for block in row.block_ids:
+        yield block, min(row.block_size, left)
+        left -= row.block_size
 
 
 def last_users(rows: Iterable[Request], before: Iterable[Request]) -> list[int]:
@@ -66,14 +82,14 @@ def last_users(rows: Iterable[Request], before: Iterable[Request]) -> list[int]:
     For each of the rows that is the last one with its longest prefix that was used before; the others leave nothing
     behind that is asked for. Needs memory for the blocks of `rows` only.
     """
-    prefixes = _Prefixes()
-    ends = [prefixes.add(row.block_ids or ()) for row in rows]
+    users = _Users()
+    ends = [users.add(row.block_ids or ()) for row in rows]
     for place, row in enumerate(before):
-        prefixes.use(row.block_ids or (), place)
-    return sorted({user for end in ends if (user := prefixes.last_user(end)) is not None})
+        users.use(row.block_ids or (), place)
+    return sorted({user for end in ends if (user := users.last(end)) is not None})
 
 
-class _Prefixes:
+class _Users:
     """Prompts as a tree of block ids, and who used each prefix last."""
 
     def __init__(self) -> None:
@@ -101,7 +117,7 @@ class _Prefixes:
             self._user[following] = user
             node = following
 
-    def last_user(self, node: int) -> int | None:
+    def last(self, node: int) -> int | None:
         """Return who used the longest used prefix of the prompt that ends here, None if nobody did."""
         while node and self._user[node] < 0:
             node = self._parent[node]

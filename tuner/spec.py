@@ -33,6 +33,7 @@ from tuner.serving import PARALLEL_SIZES, ROUTER, SECRET_ARGUMENTS, SINGLE, Fron
 from tuner.slo import Slo
 from tuner.topologies import Command, FrontSpec, Topologies
 
+SESSIONS = FOLLOW, ABSOLUTE = "follow", "absolute"
 RESERVED_NAMES = ("mlflow.db", "artifacts")
 TINY_MODEL = "tune/tiny-qwen2"
 OWN_ENV = ("TUNE_DEPLOYMENT", "VLLM_NIXL_SIDE_CHANNEL_PORT")
@@ -71,6 +72,7 @@ class WorkloadSpec(Part):
     rate_scale: float = Field(default=1.0, gt=0, le=100)
     warm_up: Duration = 5.0
     drain_timeout: Duration = 120.0
+    sessions: Literal["follow", "absolute"] = "follow"
     classes: dict[str, tuple[int, int]] = Field(default_factory=lambda: dict(DEFAULT_CLASSES))
 
 
@@ -345,7 +347,8 @@ def _explain(item: Any, data: Any, source: str, overrides: Mapping[str, Any]) ->
 
 FLAGS = {
     "slo": "--slo", "budget.trials": "--trials", "budget.time": "--time", "workload.path": "--workload",
-    "workload.rate_scale": "--rate-scale", "gpus": "--gpus", "repeats": "--repeats", "seed": "--seed", "name": "--name",
+    "workload.rate_scale": "--rate-scale", "workload.sessions": "--sessions", "gpus": "--gpus", "repeats": "--repeats",
+    "seed": "--seed", "name": "--name",
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ DURATION_METRICS = (
     "send_gap_error",
     "timer_lag",
     "connect_wait",
+    "turn_delay",
     "queue_time",
     "client_cpu_per_token",
     "kv_transfer_time",

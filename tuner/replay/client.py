@@ -1,7 +1,7 @@
 """Send requests when they are due, whatever became of the others, and measure how late this was.
 
-Open loop: request i goes out at anchor + due[i]. What the client itself was late by is measured twice, at each
-send and by a 10 ms timer beside them.
+Open loop: request i goes out at anchor + due[i], unless it is a turn, whose user first read an answer. What the client
+itself was late by is measured twice, at each send and by a 10 ms timer beside them.
 """
 
 import asyncio
@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tuner.records import Floats, Records
+from tuner.records import Records
 from tuner.replay.alarm import Alarm
-from tuner.replay.connection import Exchange, Pool, Target, clock
+from tuner.replay.connection import Exchange, Pool, clock
+from tuner.replay.load import Load
 from tuner.replay.tape import Tape
 
 try:
@@ -33,28 +34,6 @@ AHEAD, DIAL_EVERY = 0.25, 0.1
 SPARE_FILES = 64
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What one process sends: the requests' bytes, when they are due, and what is expected back.
-
-    Attributes:
-        target: where to.
-        requests: each request's bytes, head and body; emptied as they are sent.
-        due: seconds after the anchor, ascending.
-        input_len, output_len: tokens, as recorded.
-        request_timeout: seconds that one request may take, if it is limited.
-        drain_timeout: seconds that requests may still run after the last one was sent.
-    """
-
-    target: Target
-    requests: list[bytes]
-    due: Floats
-    input_len: list[int]
-    output_len: list[int]
-    request_timeout: float | None = None
-    drain_timeout: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +64,17 @@ class Driver:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._tape = Tape(load.due, load.input_len, load.output_len)
+        self._tape = Tape(load.due.copy(), load.input_len, load.output_len)
         self._pool = Pool(load.target)
         self._open: set[Exchange] = set()
         self._timers: dict[Exchange, asyncio.TimerHandle] = {}
+        self._turns: dict[int, list[int]] = {}  # which wait for a row
+        for row, turn in load.turns.items():
+            self._turns.setdefault(turn.after, []).append(row)
+        self._coming: dict[int, float] = {}  # turns that are to be sent, and when after the anchor
         self._ended = asyncio.Event()
         self._mistake: BaseException | None = None
-        if not load.requests:
+        if not len(load.due):
             self._ended.set()
 
     @property
@@ -112,13 +95,14 @@ class Driver:
                 busy = time.process_time()
                 dialling = asyncio.ensure_future(self._dial_ahead())
                 try:
-                    with _heartbeat(lag):
+                    with _heartbeat(lag), Alarm() as self._alarm:
                         await self._send()
                         await self._drain()
                 finally:
                     await cancel([dialling])
                 cpu, wall = time.process_time() - busy, clock() - tape.anchor
         finally:
+            self._turns.clear()  # connections that are closed now end requests, and nobody answers them
             await self._pool.close()
         return Seen(tape.records(), lag, cpu, wall, self._pool.opened, tape.messages, enough_files)
 
@@ -150,18 +134,28 @@ class Driver:
         return {error: self._tape.messages.get(error, "") for error in self._tape.error if error}
 
     async def _send(self) -> None:
-        with Alarm() as alarm:
-            for row, due in enumerate((self._load.due + self._tape.anchor).tolist()):
-                # One turn of the loop at least: what was written goes out then, and what has come is read.
-                await alarm.until(due)
-                if self._mistake is not None:
-                    raise self._mistake
-                self._submit(row, self._forget)
+        for row, due in enumerate((self._load.due + self._tape.anchor).tolist()):
+            if row in self._load.turns:
+                continue
+            # One turn of the loop at least: what was written goes out then, and what has come is read.
+            await self._alarm.until(due)
+            if self._mistake is not None:
+                raise self._mistake
+            self._submit(row, self._forget)
+
+    def _await_turn(self, row: int, answered: float) -> None:
+        """Have a turn sent: when it was recorded, but not before its answer's end and the time to think."""
+        due = float(max(self._load.due[row], answered - self._tape.anchor + self._load.turns[row].think))
+        self._tape.due[row] = self._coming[row] = due
+        self._alarm.at(self._tape.anchor + due, partial(self._take_turn, row))
+
+    def _take_turn(self, row: int) -> None:
+        del self._coming[row]
+        self._submit(row, self._forget)
 
     def _submit(self, row: int, on_end: Callable[[Exchange], None]) -> None:
         load = self._load
-        exchange = Exchange(self._tape, row, load.requests[row], on_end)
-        load.requests[row] = b""
+        exchange = Exchange(self._tape, row, load.requests.take(row), on_end)
         self._open.add(exchange)
         if load.request_timeout is not None:
             loop = asyncio.get_running_loop()
@@ -172,26 +166,36 @@ class Driver:
         self._open.discard(exchange)
         if (timer := self._timers.pop(exchange, None)) is not None:
             timer.cancel()
+        for row in self._turns.get(exchange.row, ()):
+            self._await_turn(row, self._tape.ended[exchange.row])
         if self._tape.finished == len(self._load.due):
             self._ended.set()
 
     async def _drain(self) -> None:
+        """Wait for the answers, and for turns to be sent; what has not come in time is cut off or never sent."""
+        rest = max(0.0, self._tape.anchor + self._load.due.max(initial=0.0) - clock())  # turns may be all that is left
         try:
-            async with asyncio.timeout(self._load.drain_timeout):
+            async with asyncio.timeout(rest + self._load.drain_timeout):
                 await self._ended.wait()
             if self._mistake is not None:
                 raise self._mistake
         except TimeoutError:
+            self._turns.clear()
             for exchange in list(self._open):
                 self._pool.withdraw(exchange)
 
     async def _dial_ahead(self) -> None:
-        """Keep as many idle connections as requests will be due in a moment."""
-        due = self._load.due
+        """Keep as many idle connections as requests will be due in a moment, and their bytes where they are at hand."""
+        load = self._load
+        without_turns = np.delete(load.due, list(load.turns))
         while True:
             now = clock() - self._tape.anchor
-            soon = np.searchsorted(due, (now, now + AHEAD + DIAL_EVERY), side="right")
-            self._pool.reserve(int(soon[1] - soon[0]))
+            moment = (now, now + AHEAD + DIAL_EVERY)
+            soon = np.searchsorted(without_turns, moment, side="right")
+            turns = sum(due <= moment[1] for due in self._coming.values())
+            self._pool.reserve(int(soon[1] - soon[0]) + turns)
+            if load.requests.is_on_disk:  # the call may wait for the disk
+                await asyncio.to_thread(load.requests.expect, *np.searchsorted(load.due, moment, side="right").tolist())
             await asyncio.sleep(DIAL_EVERY)
 
 

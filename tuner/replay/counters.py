@@ -42,17 +42,21 @@ _PER_REQUEST = ("server_queue", "server_prefill", "server_itl")
 
 async def scrape(urls: Sequence[str]) -> tuple[dict[str, float], ...]:
     """Return the counters of each Prometheus endpoint, in order; nothing when one is silent."""
+    return tuple(read(text) for text in await fetch(urls))
+
+
+async def fetch(urls: Sequence[str]) -> tuple[str, ...]:
+    """Return what each Prometheus endpoint says, in order; nothing when one is silent."""
     found = []
     async with aiohttp.ClientSession(trust_env=False, headers=authorization()) as http:
         for url in urls:
             try:
                 async with asyncio.timeout(SCRAPE_TIMEOUT), http.get(url) as response:
                     response.raise_for_status()
-                    text = await response.text(errors="replace")
+                    found.append(await response.text(errors="replace"))
             except (aiohttp.ClientError, OSError) as failure:
                 log.warning("%s: no counters: %s", url, str(failure) or type(failure).__name__)
                 return ()
-            found.append(read(text))
     return tuple(found)
 
 

@@ -9,23 +9,26 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 import numpy as np
 
 from tuner.errors import HostError
-from tuner.records import Records
-from tuner.replay.client import Driver, Load, Seen, cancel, finish
+from tuner.records import Ints, Records
+from tuner.replay.client import Driver, Seen, cancel, finish
 from tuner.replay.connection import clock
+from tuner.replay.load import Load
+from tuner.replay.schedule import Schedule
 
-READY_TIMEOUT, HEAD_START, TELL_EVERY, END_TIMEOUT = 120.0, 0.05, 0.5, 5.0
+# A billion tokens of prompts are made in less than a minute on a host that has time.
+READY_TIMEOUT, HEAD_START, TELL_EVERY, END_TIMEOUT = 300.0, 0.05, 0.5, 5.0
 SHARE_OF_CORE, HEADROOM = 0.5, 2.0
 
 
-Job = Callable[[], Load]
-"""Makes the load of one process, in that process."""
+Job = Callable[[], AbstractContextManager[Load]]
+"""Makes the load of one process, in that process, and lets go of it."""
 
 
 def processes_for(tokens_per_second: float, cost: float, cpus: int | None = None) -> int:
@@ -40,9 +43,20 @@ def processes_for(tokens_per_second: float, cost: float, cpus: int | None = None
     return min(most, max(1, int(np.ceil(tokens_per_second * cost * HEADROOM / SHARE_OF_CORE))))
 
 
-def shards(count: int, processes: int) -> list[slice]:
-    """Return which rows each process sends: every n-th, so that all see the same traffic."""
-    return [slice(first, count, processes) for first in range(processes)]
+def shards(plan: Schedule, processes: int) -> list[Ints]:
+    """Return which rows each process sends: every n-th, so that all see the same traffic.
+
+    A turn goes where the row is that it waits for; so there are no more processes than rows that wait for none.
+    """
+    owner = np.empty(len(plan.rows), dtype=np.int64)
+    n = 0
+    for row in range(len(owner)):
+        if (turn := plan.turns.get(row)) is not None:
+            owner[row] = owner[turn.after]
+        else:
+            owner[row] = n % processes
+            n += 1
+    return [np.flatnonzero(owner == process) for process in range(max(1, min(processes, n)))]
 
 
 def drive(jobs: Sequence[Job], watch: Callable[[int], None], *, every: float) -> list[Seen]:
@@ -54,7 +68,7 @@ def drive(jobs: Sequence[Job], watch: Callable[[int], None], *, every: float) ->
         every: seconds.
 
     Raises:
-        HostError: a process ended without a result, or was not ready in time.
+        HostError: a process ended without a result, had no room for its requests, or was not ready in time.
     """
     with _crew(jobs) as pipes:
         _await_ready(pipes, watch, every)
@@ -86,13 +100,17 @@ def _await_ready(pipes: Sequence[Connection], watch: Callable[[int], None], ever
 
 
 def _heard(pipes: Sequence[Connection], timeout: float) -> list[tuple[Connection, int | Seen]]:
-    """Return what was said within `timeout` seconds, and by whom."""
+    """Return what was said within `timeout` seconds, and by whom; an error that was said is raised."""
     speaking = wait(pipes, timeout)
     try:
-        return [(pipe, pipe.recv()) for pipe in pipes if pipe in speaking]
+        words = [(pipe, pipe.recv()) for pipe in pipes if pipe in speaking]
     except (EOFError, ConnectionError):
         hint = "what it said is above, if anything; killed by the system it says nothing: is memory short?"
         raise HostError("a client process ended before its replay did", hint=hint) from None
+    for _, word in words:
+        if isinstance(word, HostError):
+            raise word
+    return words
 
 
 @contextmanager
@@ -122,7 +140,12 @@ def _crew(jobs: Sequence[Job]) -> Iterator[list[Connection]]:
 def _work(pipe: Connection, job: Job) -> None:
     """What a child process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    finish(_drive_for(pipe, job()))
+    try:
+        with job() as load:
+            finish(_drive_for(pipe, load))
+    except HostError as error:
+        with suppress(OSError):  # nobody is there to be told
+            pipe.send(error)
 
 
 async def _drive_for(pipe: Connection, load: Load) -> None:
@@ -159,12 +182,15 @@ async def _drive_for(pipe: Connection, load: Load) -> None:
     pipe.send(seen)
 
 
-def together(parts: Sequence[Seen]) -> Seen:
-    """Return what the processes of `shards` saw as one: records in the order of the schedule, the CPU of all."""
-    n = sum(len(part.records) for part in parts)
-    rows = np.concatenate([np.arange(n)[shard] for shard in shards(n, len(parts))])
+def together(parts: Sequence[Seen], rows: Sequence[Ints]) -> Seen:
+    """Return what processes saw as one: records in the order of the schedule, the CPU of all.
+
+    Args:
+        parts: what each saw.
+        rows: which rows it sent.
+    """
     return Seen(
-        records=Records.concatenate([part.records for part in parts]).reorder(np.argsort(rows)),
+        records=Records.concatenate([part.records for part in parts]).reorder(np.argsort(np.concatenate(rows))),
         heartbeat_lag=[lag for part in parts for lag in part.heartbeat_lag],
         cpu=sum(part.cpu for part in parts),
         wall=max(part.wall for part in parts),

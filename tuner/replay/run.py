@@ -6,30 +6,31 @@ Whether the numbers mean anything is for `gate.judge` to say.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from tuner.errors import FailureKind, InvalidReplay
-from tuner.records import Floats
 from tuner.replay import counters, crew, gate, selftest, transfer
-from tuner.replay.client import Driver, Load, Seen, cancel, finish
+from tuner.replay.client import Driver, Seen, cancel, finish
 from tuner.replay.connection import Target, clock
 from tuner.replay.counters import compare, compare_pd, scrape
+from tuner.replay.load import DRAIN_TIMEOUT, Job
 from tuner.replay.prompts import COMPLETIONS, PLAIN, Prompts, Scale
-from tuner.replay.schedule import Schedule, schedule, warm_prefixes, warm_up_rows
+from tuner.replay.schedule import Schedule, schedule, turn_facts, warm_up_rows
+from tuner.replay.warmth import Warmth, look, measured, warmth
 from tuner.seams import Member, Replay
 from tuner.serving import Json, Role
+from tuner.units import format_ms
 from tuner.workload import Request, Workload
 
 POLL = 0.1
-WARM_UP_DRAIN = 120.0
 PREFIX_STREAMS = 4
 # Up to so many tokens a second one process carries on any host; the self-test is spared.
 SURELY_CARRIED = 3000.0
 BIN = 10.0
 TELL_EVERY = 0.5
+COLD = Warmth()
 
 Result = TypeVar("Result")
 
@@ -57,7 +58,7 @@ def warm_up(
     extra_body: ExtraBody | None = None,
     scale: Scale = PLAIN,
     check_alive: CheckAlive = _nothing,
-    drain_timeout: float = WARM_UP_DRAIN,
+    drain_timeout: float = DRAIN_TIMEOUT,
 ) -> None:
     """Send made-up requests like the workload's for `duration` seconds and wait for their answers.
 
@@ -69,7 +70,7 @@ def warm_up(
         Target(url, endpoint), model, prompts, schedule(rows), extra_body=extra_body, scale=scale,
         drain_timeout=drain_timeout,
     )  # fmt: skip
-    _alone(job(), _Watch(check_alive, _nothing, len(rows)))
+    _alone(job, _Watch(check_alive, _nothing, len(rows)))
 
 
 def warm_prefix(
@@ -79,21 +80,21 @@ def warm_prefix(
     *,
     salt: str,
     vocab_size: int,
-    capacity: int | None = None,
+    members: Sequence[Member] = (),
     endpoint: str = COMPLETIONS,
     extra_body: ExtraBody | None = None,
     scale: Scale = PLAIN,
     check_alive: CheckAlive = _nothing,
-) -> int:
-    """Prefill what the window will hit of the workload's history; return how many tokens that were.
+) -> Warmth:
+    """Prefill what the window will hit of the workload's history; return what that was, and what can be hit now.
 
     Args:
         url: of the server.
         model: the served model's name.
-        workload: with `history`; without it nothing is sent.
+        workload: without `history` or block ids nothing is sent.
         salt: the salt of the replay that follows.
         vocab_size: of the model.
-        capacity: tokens that the server's KV cache holds; the oldest prefixes beyond it are left out.
+        members: servers that are asked what their caches hold: what is older than fits is left out.
         endpoint: "completions" or "chat".
         extra_body: merged into every request's body; null removes a key.
         scale: how the server counts text, for chat (see calibrate.py).
@@ -102,22 +103,25 @@ def warm_prefix(
     Raises:
         InvalidReplay: a request failed; the cache is not as the history would have left it.
     """
-    rows = warm_prefixes(workload, capacity)
-    if not rows:
-        return 0
+    if all(row.block_ids is None for row in workload.requests):
+        return COLD
+    found = warmth(workload, finish(look(members)))
+    if not found.rows:
+        return found
     job = _job(
-        Target(url, endpoint), model, Prompts(salt, vocab_size), schedule(rows), extra_body=extra_body, scale=scale,
-        request_timeout=WARM_UP_DRAIN,
+        Target(url, endpoint), model, Prompts(salt, vocab_size), schedule(found.rows), extra_body=extra_body,
+        scale=scale, request_timeout=DRAIN_TIMEOUT,
     )  # fmt: skip
-    driver = Driver(job())
-    failed = finish(_watched(driver, driver.in_order(PREFIX_STREAMS), _Watch(check_alive, _nothing, len(rows))))
+    with job() as load:
+        driver, watch = Driver(load), _Watch(check_alive, _nothing, len(found.rows))
+        failed = finish(_watched(driver, driver.in_order(PREFIX_STREAMS), watch))
     if failed:
         kinds = ", ".join(sorted(failed))
         raise InvalidReplay(
             FailureKind.NOTHING_COMPLETED, f"the prefix cache could not be warmed with the workload's history: {kinds}",
-            hint=_repeatable(next(filter(None, failed.values()), None), rows),
+            hint=_repeatable(next(filter(None, failed.values()), None), found.rows),
         )  # fmt: skip
-    return sum(row.input_len for row in rows)
+    return found
 
 
 def replay(
@@ -131,7 +135,9 @@ def replay(
     extra_body: ExtraBody | None = None,
     scale: Scale = PLAIN,
     members: Sequence[Member] = (),
-    drain_timeout: float = 120.0,
+    cache: Warmth = COLD,
+    follow_sessions: bool = True,
+    drain_timeout: float = DRAIN_TIMEOUT,
     request_timeout: float | None = None,
     processes: int | None = None,
     check_alive: CheckAlive = _nothing,
@@ -149,7 +155,10 @@ def replay(
         extra_body: merged into every request's body; null removes a key.
         scale: how the server counts text, for chat (see calibrate.py).
         members: servers whose counters are read before and after, never during the window.
-        drain_timeout: seconds that requests may still run after the last one was sent.
+        cache: what `warm_prefix` found out; its numbers and notes are told with the replay's.
+        follow_sessions: send a turn no earlier than the answer before it and its think time, where they are known;
+            else at recorded times.
+        drain_timeout: seconds that requests may still run, and turns be sent, after the last recorded time.
         request_timeout: seconds that one request may take, if it is limited.
         processes: how many send; None lets the load and a self-test of this host decide.
         check_alive: raises ServerDied; called every 100 ms and at the end.
@@ -158,7 +167,7 @@ def replay(
     Raises:
         ServerDied: from `check_alive`.
     """
-    plan = schedule(workload.requests)
+    plan = schedule(workload.requests, follow=follow_sessions)
     count, why = (min(processes, len(plan.rows)), ()) if processes else _crowd(plan)
     job = _job(
         Target(url, endpoint), model, Prompts(salt, vocab_size), plan, extra_body=extra_body, scale=scale,
@@ -167,16 +176,13 @@ def replay(
     watch = _Watch(check_alive, on_progress, len(plan.rows))
     urls = [member.metrics_url for member in members]
     before = finish(scrape(urls))
-    if count == 1:
-        parts = [_alone(job(), watch)]
-    else:
-        cut = crew.shards(len(plan.rows), count)
-        parts = crew.drive([job.part(shard) for shard in cut], watch, every=POLL)
+    cut = crew.shards(plan, count)
+    parts = [_alone(job, watch)] if len(cut) <= 1 else crew.drive([job.part(rows) for rows in cut], watch, every=POLL)
     check_alive()
     after = finish(scrape(urls))
     if not before or not after:  # half of a difference is none
         before, after = (), ()
-    all_seen = crew.together(parts)
+    all_seen = crew.together(parts, cut)
     tallies = counters.tallies(members if after else (), before, after)
     first, last = counters.total(before), counters.total(after)
     is_pd = any(member.role is not Role.ANY for member in members)
@@ -187,9 +193,14 @@ def replay(
         counters_before=first,
         counters_after=last,
         heartbeat_lag=tuple(all_seen.heartbeat_lag),
-        client=_facts(all_seen, parts),
-        server={**comparison.numbers, **transfer.numbers(all_seen.records, tallies)},
-        notes=(*_failure_notes(all_seen, plan.rows), *why, *comparison.notes),
+        client=_facts(all_seen, parts) | turn_facts(plan, all_seen.records.due),
+        server={
+            **comparison.numbers, **transfer.numbers(all_seen.records, tallies), **measured(tallies), **cache.numbers,
+        },
+        notes=(
+            *_failure_notes(all_seen, plan.rows), *_session_notes(plan, all_seen, follow=follow_sessions),
+            *cache.notes, *why, *comparison.notes,
+        ),
         tallies=tallies,
     )
 
@@ -197,44 +208,9 @@ def replay(
 # --- What is sent -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Rows and how they are sent; makes the load in the process that sends it."""
-
-    target: Target
-    model: str
-    prompts: Prompts
-    extra_body: ExtraBody | None
-    scale: Scale
-    rows: tuple[Request, ...]
-    numbers: tuple[int, ...]
-    due: Floats
-    request_timeout: float | None = None
-    drain_timeout: float = WARM_UP_DRAIN
-
-    def part(self, shard: slice) -> "_Job":
-        """Return the job of one process."""
-        return replace(self, rows=self.rows[shard], numbers=self.numbers[shard], due=self.due[shard])
-
-    def __call__(self) -> Load:
-        """Return the load, its bodies laid out."""
-        requests = [self._request(row, number) for row, number in zip(self.rows, self.numbers, strict=True)]
-        return Load(
-            self.target, requests, self.due,
-            [row.input_len for row in self.rows], [row.output_len for row in self.rows],
-            self.request_timeout, self.drain_timeout,
-        )  # fmt: skip
-
-    def _request(self, row: Request, number: int) -> bytes:
-        body = self.prompts.body(
-            self.model, row, number, endpoint=self.target.endpoint, extra_body=self.extra_body, scale=self.scale,
-        )  # fmt: skip
-        return self.target.request(body)
-
-
-def _job(target: Target, model: str, prompts: Prompts, plan: Schedule, **how: Any) -> _Job:
-    """Return the job of sending all rows of a schedule; `how` are the other fields of `_Job`."""
-    return _Job(target, model, prompts, rows=plan.rows, numbers=tuple(range(len(plan.rows))), due=plan.due, **how)
+def _job(target: Target, model: str, prompts: Prompts, plan: Schedule, **how: Any) -> Job:
+    """Return the job of sending all rows of a schedule; `how` are the other fields of `Job`."""
+    return Job(target, model, prompts, plan, np.arange(len(plan.rows)), **how)
 
 
 def _crowd(plan: Schedule) -> tuple[int, tuple[str, ...]]:
@@ -274,14 +250,15 @@ class _Watch:
             self._on_progress(finished, self._offered)
 
 
-def _alone(load: Load, watch: _Watch) -> Seen:
+def _alone(job: Job, watch: _Watch) -> Seen:
     """Drive a load in this process."""
-    driver = Driver(load)
 
     async def begin() -> float:
         return clock()
 
-    return finish(_watched(driver, driver.drive(begin), watch))
+    with job() as load:
+        driver = Driver(load)
+        return finish(_watched(driver, driver.drive(begin), watch))
 
 
 async def _watched(driver: Driver, work: Coroutine[None, None, Result], watch: _Watch) -> Result:
@@ -316,6 +293,22 @@ def _failure_notes(seen: Seen, rows: Sequence[Request]) -> Iterator[str]:
         yield f"{n} of {len(records)} requests failed: {kind}" + (f": {said}" if said else "")
     if not seen.enough_files:
         yield f"fewer than {len(records)} files may be open at once (ulimit -n)"
+
+
+def _session_notes(plan: Schedule, seen: Seen, *, follow: bool) -> Iterator[str]:
+    """Say how the rows of sessions were sent."""
+    if all(row.session is None and row.parent is None for row in plan.rows):
+        return
+    if not follow:
+        yield "turns were sent at recorded times, whether their answers were there or not"
+    elif not plan.turns:
+        yield "turns were sent at recorded times: the workload has sessions, but no think times"
+    else:
+        found, late = turn_facts(plan, seen.records.due), ""
+        if "turn_delay_max" in found:
+            late = f", by {format_ms(found['turn_delay_p50'])} (p50), {format_ms(found['turn_delay_max'])} at most"
+        words = f"{len(plan.turns)} turns waited for the answers before them"
+        yield f"{words}: {found['turns_delayed']:.0f} of them were due later than recorded{late}"
 
 
 def _repeatable(said: str | None, rows: Sequence[Request]) -> str | None:

@@ -7,8 +7,10 @@ from contextlib import ExitStack, suppress
 
 import numpy as np
 
-from tuner.replay.client import Driver, Load, finish
+from tuner.replay.client import Driver, finish
 from tuner.replay.connection import Target, clock
+from tuner.replay.load import Load
+from tuner.replay.spool import Spool
 
 STREAMS, TOKENS, GAP, DEADLINE = 20, 60, 0.002, 10.0
 _ASKED = b'{"max_tokens":60}'
@@ -33,17 +35,17 @@ def cost_per_token() -> float:
 
 async def _drive(port: int) -> tuple[float, int]:
     target = Target(f"http://127.0.0.1:{port}")
-    load = Load(
-        target, [target.request(_ASKED)] * STREAMS, np.zeros(STREAMS), [1] * STREAMS, [TOKENS] * STREAMS,
-        drain_timeout=DEADLINE,
-    )  # fmt: skip
     started = [0.0]
 
     async def begin() -> float:
         started[0] = time.thread_time()
         return clock()
 
-    seen = await Driver(load).drive(begin)
+    with Spool() as requests:
+        for _ in range(STREAMS):
+            requests.add(target.request(_ASKED))
+        load = Load(target, requests, np.zeros(STREAMS), [1] * STREAMS, [TOKENS] * STREAMS, drain_timeout=DEADLINE)
+        seen = await Driver(load).drive(begin)
     # Of this thread alone: the player's CPU is not the client's.
     return time.thread_time() - started[0], len(seen.records.chunk_time)
 
