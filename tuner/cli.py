@@ -267,18 +267,29 @@ def replay(  # noqa: PLR0917 (one parameter a flag)
 @app.command(name="import")
 @_guarded
 def import_(  # noqa: PLR0917 (one parameter a flag)
-    source: Annotated[Path, typer.Argument(help="A trace that somebody recorded: JSONL, CSV or JSON, plain or gzip.")],
+    source: Annotated[
+        Path, typer.Argument(help="A trace that somebody recorded: JSONL, CSV or JSON, plain or gzip.", metavar="TRACE")
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The workload's folder. Default: workloads/ and the file's name.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The workload's folder. Default: workloads/ and the file's name.", metavar="DIR"
+        ),
     ] = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help="Which trace format, where the file does not tell.", metavar="NAME")
+        str | None,
+        typer.Option(
+            "--format",
+            help="Which trace format, where the file does not tell; any other word lists them.",
+            metavar="NAME",
+        ),
     ] = None,
     window: Annotated[
         str | None,
         typer.Option(
             "--window",
             help="Cut a window like the whole trace, such as 10min, one more to confirm, and the history before them.",
+            metavar="DURATION",
         ),
     ] = None,
     max_len: Annotated[
@@ -302,17 +313,17 @@ def import_(  # noqa: PLR0917 (one parameter a flag)
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of what is drawn.")] = 0,
     time_unit: Annotated[
-        str | None, typer.Option("--time-unit", help="s, ms or us, for formats that leave it open.")
+        str | None, typer.Option("--time-unit", help="For formats that leave it open.", metavar="s|ms|us")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option("--rate", help="Arrivals are drawn at this rate, such as 2/s, for traces without.")
+        str | None, typer.Option("--rate", help="Arrivals are drawn at this rate, for traces without.", metavar="N/s")
     ] = None,
     block_size: Annotated[
         int | None, typer.Option("--block-size", help="Tokens of a block id, where not the format's own.")
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option("--tokenizer", help="A model's folder, tokenizer.json or name: counts text without lengths."),
+        typer.Option("--tokenizer", help="Counts text without lengths: a model's folder or name.", metavar="MODEL"),
     ] = None,
     template_tokens: Annotated[
         int | None, typer.Option("--template-tokens", help="With --tokenizer: what the chat template adds to a prompt.")
