@@ -407,6 +407,7 @@ def shared_blocks(rows: Sequence[workload.Request]) -> list[list[int]]:
 
 def shared_tokens(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the same of prompts: whole blocks, and a tail where two prompts are equal."""
+
     def one(a: Sequence[int], b: Sequence[int]) -> int:
         common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         return -(-common // 16) if len(a) == len(b) == common else common // 16

@@ -52,9 +52,7 @@ def test_recorded_times_have_no_turns() -> None:
 
 NAMES = st.sampled_from(["a", "b", "c", None])
 CONVERSATIONS = st.lists(
-    st.builds(
-        row, st.integers(0, 9), st.sampled_from([None, 0.0, 0.5]), id=NAMES, session=NAMES, parent=NAMES
-    ),
+    st.builds(row, st.integers(0, 9), st.sampled_from([None, 0.0, 0.5]), id=NAMES, session=NAMES, parent=NAMES),
     min_size=1,
     max_size=30,
 )

@@ -1,8 +1,8 @@
 """A recorded workload: who asked for how many tokens, when.
 
 A workload is a folder: `workload.jsonl` (the window a study tunes on), optionally `confirm.jsonl` (a
-window the search never sees) and `history.jsonl` (what came before, for a warm prefix cache). Rows are
-JSON objects, one a line; `arrival_s` is in seconds from the start of the window.
+window the search never sees), and `history.jsonl` and `confirm_history.jsonl` (what came before each, for a warm
+prefix cache). Rows are JSON objects, one a line; `arrival_s` is in seconds from the start of the window.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from tuner.errors import SpecError
 from tuner.outside import legible
 from tuner.transforms import Columns
 
+BESIDE = ("history.jsonl", "confirm.jsonl", "confirm_history.jsonl")  # files that a workload may have besides its rows
 LATEST = 1e12  # later than any clock, and exact enough as a float
 MOST_TOKENS = 10_000_000  # of one prompt or answer; a row of more would fill this host's memory
 
@@ -69,7 +70,8 @@ class Workload:
         requests: rows sorted by arrival, ties in file order.
         sha256: of the file's bytes, or of the file's and the transform's when rows were changed.
         history: rows that came before the window, in order, on a clock of their own.
-        confirm: rows of the window kept for confirmation.
+        confirm: rows of a second window, which a search does not see.
+        confirm_history: rows that came before that one.
         transforms: what was done to the recorded rows, in words, in order.
     """
 
@@ -78,6 +80,7 @@ class Workload:
     sha256: str
     history: tuple[Request, ...] = ()
     confirm: tuple[Request, ...] = ()
+    confirm_history: tuple[Request, ...] = ()
     transforms: tuple[str, ...] = ()
 
     @property
@@ -103,19 +106,16 @@ def load(path: Path) -> Workload:
     requests = _read(file)
     if not requests:
         raise SpecError(f"{file}: no rows", hint="a workload needs at least one request")
-    beside = (
-        {}
-        if not path.is_dir()
-        else {
-            name: _read(path / f"{name}.jsonl") for name in ("history", "confirm") if (path / f"{name}.jsonl").is_file()
-        }
+    history, confirm, confirm_history = (
+        _read(path / name) if path.is_dir() and (path / name).is_file() else () for name in BESIDE
     )
     return Workload(
         name=legible(path.name if path.is_dir() else path.stem).replace("\n", " "),
         requests=requests,
         sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-        history=beside.get("history", ()),
-        confirm=beside.get("confirm", ()),
+        history=history,
+        confirm=confirm,
+        confirm_history=confirm_history,
     )
 
 

@@ -28,9 +28,7 @@ ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"
 def server(vllm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server of the tiny model."""
     args = SMALL | {"distributed_executor_backend": "uni", "served_model_name": "m"}
-    config = ServingConfig(
-        model=str(tiny_model.ensure()), command=(vllm, "serve"), args=args, env=ON_CPU | ONE_PROCESS
-    )
+    config = ServingConfig(model=str(tiny_model.ensure()), command=(vllm, "serve"), args=args, env=ON_CPU | ONE_PROCESS)
     with LocalLauncher().launch(config, tmp_path_factory.mktemp("vllm")) as deployment:
         yield deployment.url
 

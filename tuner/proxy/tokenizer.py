@@ -60,4 +60,3 @@ def _read(body: bytes) -> list[int] | None:
         return msgspec.json.decode(body, type=_Tokens).tokens
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-

@@ -71,4 +71,3 @@ def nanoseconds(value: int | str, name: str) -> float:
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         raise Damaged(f"{name} must be nanoseconds since 1970, not {text[:40]!r}")
     return (int(text) + 500) // 1000 / 1e6
-

@@ -77,9 +77,7 @@ def _make_lengths(options: Options, tally: Tally) -> Row:
             return NO_PROMPT
         if not found.output_length:
             return NO_OUTPUT
-        return Request(
-            arrival, found.input_length, found.output_length, ids, size if ids else None, source_line=number
-        )
+        return Request(arrival, found.input_length, found.output_length, ids, size if ids else None, source_line=number)
 
     return row
 

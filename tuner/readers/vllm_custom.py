@@ -35,9 +35,7 @@ def _make(options: Options, tally: Tally) -> Row:
             return NO_LENGTH if found.output_tokens is None else NO_OUTPUT
         measured = ruler.prompt(Prompt((found.prompt,)), None, number)
         tally.note(words, number)
-        return Request(
-            arrival(), measured.input_len, found.output_tokens, prompt=measured.prompt, source_line=number
-        )
+        return Request(arrival(), measured.input_len, found.output_tokens, prompt=measured.prompt, source_line=number)
 
     return row
 

@@ -195,11 +195,17 @@ def replay(
         heartbeat_lag=tuple(all_seen.heartbeat_lag),
         client=_facts(all_seen, parts) | turn_facts(plan, all_seen.records.due),
         server={
-            **comparison.numbers, **transfer.numbers(all_seen.records, tallies), **measured(tallies), **cache.numbers,
+            **comparison.numbers,
+            **transfer.numbers(all_seen.records, tallies),
+            **measured(tallies),
+            **cache.numbers,
         },
         notes=(
-            *_failure_notes(all_seen, plan.rows), *_session_notes(plan, all_seen, follow=follow_sessions),
-            *cache.notes, *why, *comparison.notes,
+            *_failure_notes(all_seen, plan.rows),
+            *_session_notes(plan, all_seen, follow=follow_sessions),
+            *cache.notes,
+            *why,
+            *comparison.notes,
         ),
         tallies=tallies,
     )
