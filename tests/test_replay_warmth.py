@@ -131,7 +131,7 @@ def said(engine: int = 0, *, on: bool = True, tokens: int | None = 32768, blocks
         (said(tokens=None, blocks=None), Cache(128, None)),
         (said(on=False), Cache(128, 0)),
         (said().replace('prefix_match_unit="None"', 'prefix_match_unit="16"'), Cache(16, 32768)),
-        (said().replace('prefix_match', 'cache_hit_alignment_tokens="64",prefix_match'), Cache(64, 32768)),
+        (said().replace("prefix_match", 'cache_hit_alignment_tokens="64",prefix_match'), Cache(64, 32768)),
         ('vllm:cache_config_info{block_size="16",num_gpu_blocks="10"} 1.0', Cache(16, 160)),
         ('vllm:cache_config_info{block_size="None"} 1.0', None),
         ("vllm:prompt_tokens_total 5.0", None),
