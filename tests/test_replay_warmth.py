@@ -109,7 +109,7 @@ def test_the_warmed_prefixes_are_as_good_as_the_whole_history(
 
 # --- What a server says of its cache ----------------------------------------------------------------------
 
-# As vLLM 0.26.0 and 0.32.0 write it; labels are the fields of CacheConfig, "None" where they have no value.
+# As vLLM 0.26.0 and 0.32.0 write it, less some labels: they are the fields of CacheConfig, "None" without a value.
 SAID = (
     'vllm:cache_config_info{{block_size="128",enable_prefix_caching="{on}",engine="{engine}",kv_cache_size_tokens="{tokens}"'
     ',mamba_block_size="None",num_gpu_blocks="{blocks}",num_gpu_blocks_override="None",prefix_match_unit="None",'
@@ -130,6 +130,8 @@ def said(engine: int = 0, *, on: bool = True, tokens: int | None = 32768, blocks
         (said(0, tokens=None, blocks=512) + said(1, tokens=None, blocks=512), Cache(128, 65536, 2)),  # blocks of all
         (said(tokens=None, blocks=None), Cache(128, None)),
         (said(on=False), Cache(128, 0)),
+        (said().replace('prefix_match_unit="None"', 'prefix_match_unit="16"'), Cache(16, 32768)),
+        (said().replace("prefix_match", 'cache_hit_alignment_tokens="64",prefix_match'), Cache(64, 32768)),
         ('vllm:cache_config_info{block_size="16",num_gpu_blocks="10"} 1.0', Cache(16, 160)),
         ('vllm:cache_config_info{block_size="None"} 1.0', None),
         ("vllm:prompt_tokens_total 5.0", None),

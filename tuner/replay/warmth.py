@@ -19,6 +19,8 @@ from tuner.workload import Request, Workload
 
 _INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}\s", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Where hits may end, the first that is told: 0.32 has the first and the third, "None" where they are not set.
+_BLOCK_SIZES = ("cache_hit_alignment_tokens", "prefix_match_unit", "effective_attention_block_size", "block_size")
 _QUERIES, _HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
 
 
@@ -71,7 +73,7 @@ def read_cache(text: str) -> Cache | None:
     if not engines:
         return None
     said = engines[-1]
-    block_size = _whole(said.get("prefix_match_unit")) or _whole(said.get("block_size"))
+    block_size = next((size for name in _BLOCK_SIZES if (size := _whole(said.get(name)))), None)
     if block_size is None:
         return None
     if said.get("enable_prefix_caching") == "False":
