@@ -283,6 +283,17 @@ def test_a_tokenizer_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
     assert len(recorder.rows()) == 5
 
 
+def test_a_client_that_leaves_at_done_is_recorded(tmp_path: Path) -> None:
+    """Many read no further; the answer was whole, although the connection's framing had not ended."""
+    last = {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    with upstream() as server, recording(tmp_path / "w", server.url) as recorder:
+        server.answers[TEXT] = [stream_head(), chunk(event(last)), chunk(event("[DONE]")), HOLD]
+        with send(recorder.url, posting(TEXT, {"prompt": [1, 2, 3], "stream": True})) as sock:
+            receive(sock, b"[DONE]")
+        until(lambda: rows_written(recorder) == 1)
+        assert "not written" not in recorder.stop()
+
+
 def test_cancelled_and_broken_requests_are_counted(tmp_path: Path) -> None:
     """Each by what happened to it; none is a row."""
     some = [stream_head(), chunk(event({"choices": []}))]
