@@ -101,6 +101,7 @@ class Reader:
 
     is_stream: bool
     fault: str | None = None
+    is_over: bool = False  # the stream has said that nothing follows
     _rest: bytearray = field(default_factory=bytearray)
     _data: list[bytes] = field(default_factory=list)
     _usage: _Usage | None = None
@@ -153,7 +154,7 @@ class Reader:
 
     def _read(self, data: bytes) -> None:
         if data == b"[DONE]":
-            self._finished = True
+            self._finished = self.is_over = True
             return
         try:
             event = _EVENT.decode(data)
@@ -169,7 +170,7 @@ class Reader:
         self._usage = event.usage or self._usage
         self._prompt_ids = event.prompt_token_ids or self._prompt_ids
         if event.status in {"completed", "incomplete"}:  # the responses API
-            self._finished, self._id = True, event.id
+            self._finished, self.is_over, self._id = True, True, event.id
             texts = [part.text for item in event.output or () for part in item.content or () if item.type == "message"]
             self._say("".join(text for text in texts if text))
         for choice in event.choices:

@@ -55,6 +55,11 @@ class Exchange:
         self.failure = self.failure or why
         self.release()
 
+    def left(self, why: str) -> None:
+        """Say that the client has gone; many do so at [DONE], before the end of the connection's framing."""
+        if self.reader is None or not self.reader.is_over:
+            self.fail(why)
+
     def asked(self, data: bytes) -> None:
         """Keep a part of the request."""
         if self.endpoint is None or self.failure is not None:

@@ -95,7 +95,7 @@ class Tap:
         try:
             return await self._pass(request, exchange)
         except asyncio.CancelledError:
-            exchange.fail(CUT_OFF if self.is_cut else CANCELLED)
+            exchange.left(CUT_OFF if self.is_cut else CANCELLED)
             raise
         finally:
             exchange.ended = exchange.ended or clock()
@@ -152,7 +152,7 @@ class Tap:
                 exchange.answered(data)
             await response.write_eof()
         except aiohttp.ClientConnectionResetError:  # it left, and the task will be cancelled
-            exchange.fail(CANCELLED)
+            exchange.left(CANCELLED)
         except _BrokeOff:
             exchange.fail(BROKE_OFF)
             _break_off(request)
