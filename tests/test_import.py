@@ -199,6 +199,19 @@ def test_shrinking_keeps_what_is_shared(tmp_path: Path) -> None:
     assert any(words.startswith("SCALED") for words in said["transforms"])
 
 
+def test_prompts_stay_where_only_answers_shrink_and_are_missed_where_they_cannot(tmp_path: Path) -> None:
+    """A prompt of its own is no reason to be dropped in silence."""
+    trace = tmp_path / "own.jsonl"
+    trace.write_text('{"arrival_s": 0, "input_len": 4, "output_len": 8, "prompt": [5, 6, 7, 8]}\n')
+    answers = imported(trace, tmp_path / "answers", shrink_output=4)
+    both = imported(trace, tmp_path / "both", shrink=2)
+
+    assert [(row.prompt, row.output_len) for row in rows_of(tmp_path / "answers")] == [((5, 6, 7, 8), 2)]
+    assert [(row.prompt, row.input_len) for row in rows_of(tmp_path / "both")] == [(None, 2)]
+    assert (answers["notes"], len(both["notes"])) == ([], 1)
+    assert "prompts left out" in both["notes"][0]
+
+
 def test_windows_are_like_the_whole_and_apart_from_each_other(tmp_path: Path) -> None:
     """The pair does not overlap, each starts at its own zero, and what came before is where it belongs."""
     said = imported(MOONCAKE, tmp_path / "w", window="2min")
@@ -285,6 +298,15 @@ def test_flags_that_are_wrong_are_named_and_nothing_is_written(tmp_path: Path, f
         imported(AZURE, tmp_path / "w", **flags)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_copies_whose_ids_would_be_too_large_are_refused(tmp_path: Path) -> None:
+    """Hashes of 63 bits leave no room for others: what is written can be read again."""
+    trace = tmp_path / "hashes.jsonl"
+    trace.write_text(mooncake_row(0, [2**62]) + mooncake_row(1000, [2**62 + 1]))
+
+    with pytest.raises(SpecError, match="--rate-scale 2: with block ids up to"):
+        imported(trace, tmp_path / "w", rate_scale=2)
 
 
 def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tuner.readers.spool import Spool
 from tuner.workload import Fingerprint, Request, encoded
 
 SOURCE = "source.json"
+NO_SHRUNK_PROMPT = "prompts left out, and what they share: a text cannot be divided (--shrink)"
 LARGEST_SCALE = 1e6
 
 
@@ -211,6 +212,8 @@ def _fill(spool: Spool, tally: Tally, wanted: Wanted) -> None:
     changes = wanted.changes
     for row in wanted.format.read(tally.source, wanted.options, tally):
         kept = shrunk(row, changes)
+        if row.prompt is not None and kept.prompt is None:
+            tally.note(NO_SHRUNK_PROMPT, row.source_line or tally.read)
         if changes.max_len is not None and kept.input_len + kept.output_len > changes.max_len:
             tally.drop(f"input + output above {changes.max_len:,} tokens")
         else:
