@@ -147,6 +147,14 @@ def test_rounds_of_one_index_have_names_of_their_own(tmp_path: Path) -> None:
     assert len({row.id for row in rows}) == 6
 
 
+def test_rounds_that_differ_in_their_end_only_are_both_read(tmp_path: Path) -> None:
+    """A round that was written twice, once without its output events."""
+    said = rounds()[0]
+    rows, _ = read(written(tmp_path, jsonl(said, {**said, "timing_events": said["timing_events"][:1]})))
+
+    assert [row.source_line for row in rows] == [1, 2]
+
+
 def test_a_round_without_an_input_event_has_no_arrival(tmp_path: Path) -> None:
     """Nothing tells when it was sent."""
     said = rounds()[0]
