@@ -282,7 +282,7 @@ def unused_mark(row: Request, mark: str) -> str:
 
 
 def relabelled(row: Request, copy: int, blocks: int, mark: str) -> Request:
-    """Return the row as a copy that shares nothing with originals, whose block ids are below `blocks`, none named `mark`.
+    """Return the row as a copy that shares nothing with any original: block ids from `blocks` on, names with `mark`.
 
     Copy 0 is the original itself.
     """
