@@ -1,7 +1,6 @@
 """What a recorded request says: its lengths, whose turn it is, and which prompts begin alike."""
 
 import json
-import os
 import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from tuner.proxy.answered import (
     NOT_READ,
     NOTHING_MADE,
     TOO_LARGE,
+    TOO_MANY,
     Reader,
     Told,
 )
@@ -135,6 +135,8 @@ def test_token_ids_count_where_usage_is_not_asked_for() -> None:
         ([b"data: " + b"[" * 100_000 + b"\n\n", DONE], NOT_READ),
         ([delta(None, "stop"), closing(USAGE | {"completion_tokens": 0}), DONE], NOTHING_MADE),
         ([b"data: " + b"x" * MOST_OF_AN_EVENT, b"x" * 10], TOO_LARGE),
+        ([b"data: " + b"x" * 1000 + b"\n"] * (MOST_OF_AN_EVENT // 1000), TOO_LARGE),
+        ([delta(None, "stop"), closing(USAGE | {"prompt_tokens": 10**11}), DONE], TOO_MANY),
         ([], CUT_SHORT),
     ],
 )
@@ -202,7 +204,8 @@ def test_what_a_row_cannot_stand_for_has_a_reason(endpoint: str, body: Any, reas
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"messages": 5}', b'{"messages": [5]}', b"[" * 10**5,
-                                  b'{"messages": [{"role": "user", "content": 5}]}', b'{"n": "x"}'])  # fmt: skip
+                                  b'{"messages": [{"role": "user", "content": 5}]}', b'{"n": "x"}',
+                                  b'{"prompt": [1, "x"]}', b'{"prompt": [%d]}' % 2**70])  # fmt: skip
 def test_a_request_that_cannot_be_read_is_counted(body: bytes) -> None:
     """Whatever clients send, no request ends the recording."""
     for endpoint in (CHAT, COMPLETIONS, RESPONSES):
@@ -527,7 +530,7 @@ def test_a_recording_of_more_parts_than_may_be_open_is_finished(tmp_path: Path) 
     filled(tmp_path, rotate=1)
     parts = len(list(tmp_path.glob(recording.PARTS)))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = len(os.listdir("/proc/self/fd"))
+    taken = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 8, hard))
     try:
         with pytest.MonkeyPatch.context() as patched:
@@ -552,9 +555,8 @@ def test_a_recording_that_ended_is_not_said_to_be_cut_off(tmp_path: Path) -> Non
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path, name: str) -> None:
     """A recording never joins another, whose ids have another salt."""
     (tmp_path / name).write_text("x")
-    with pytest.raises(SpecError, match="holds"):
-        with recording.prepared(tmp_path):
-            pass
+    with pytest.raises(SpecError, match="holds"), recording.prepared(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize(("text", "size"), [("64MB", 64_000_000), ("1 kb", 1000), ("2GB", 2 * 10**9)])
