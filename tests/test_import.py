@@ -245,6 +245,16 @@ def test_the_history_that_is_kept_warms_as_all_of_it_would(tmp_path: Path) -> No
     assert ideal_hits(window, 16, history).sum() > 1.3 * ideal_hits(window, 16).sum()
 
 
+def test_what_was_done_to_a_workload_is_told_of_those_made_of_it(tmp_path: Path) -> None:
+    """Scaled rows that are cut again are still scaled; what lies beside them is not taken, and that is said."""
+    first = imported(MOONCAKE, tmp_path / "first", window="2min", shrink=16)
+    second = imported(tmp_path / "first", tmp_path / "second", rate_scale=0.5)
+
+    assert second["transforms"][:-1] == first["transforms"]
+    assert second["transforms"][-1].startswith("rate scaled 0.5x")
+    assert [note for note in second["notes"] if "history.jsonl and confirm.jsonl stay behind" in note]
+
+
 def test_the_busiest_window_is_not_the_typical_one(tmp_path: Path) -> None:
     """A burst of ten times the rate in an even trace is chosen for neither window."""
     even = [i * 100 for i in range(6000)]

@@ -24,9 +24,12 @@ from tuner.readers.changes import Changes, Plan, plan, shrunk
 from tuner.readers.format import Format, Options, Tokenize
 from tuner.readers.source import Source, Tally
 from tuner.readers.spool import Spool
+from tuner.sinks import provenance
+from tuner.sinks.provenance import Provenance
 from tuner.workload import Fingerprint, Request, encoded
 
 SOURCE = "source.json"
+ROWS, BESIDE = "workload.jsonl", ("history.jsonl", "confirm.jsonl")
 NO_SHRUNK_PROMPT = "prompts left out, and what they share: a text cannot be divided (--shrink)"
 LARGEST_SCALE = 1e6
 
@@ -178,6 +181,7 @@ def run(wanted: Wanted) -> Imported:
         HostError: the folder cannot be written.
     """
     _refuse_existing(wanted.out)
+    before = _before(wanted)
     tally = Tally(Source(wanted.source), skip_damaged=wanted.skip_damaged)
     with _beside(wanted.out) as folder, tempfile.TemporaryFile(dir=folder) as file:
         spool = Spool(file)
@@ -187,12 +191,26 @@ def run(wanted: Wanted) -> Imported:
         files, fingerprint = _write(folder, spool, found, wanted.changes.time_scale)
         imported = Imported(
             folder=wanted.out, format=wanted.format.name, read=tally.read, dropped=dict(sorted(tally.dropped.items())),
-            transforms=found.transforms, notes=(*tally.noted, *found.notes), files=files, fingerprint=fingerprint,
-            source_sha256=_sha256(wanted.source),
+            transforms=(*before.transforms, *found.transforms),
+            notes=(*before.notes, *_left_behind(wanted), *tally.noted, *found.notes), files=files,
+            fingerprint=fingerprint, source_sha256=_sha256(wanted.source),
         )  # fmt: skip
         (folder / SOURCE).write_text(json.dumps(imported.to_json(wanted.source.name), indent=1) + "\n")
         folder.rename(wanted.out)
     return imported
+
+
+def _before(wanted: Wanted) -> Provenance:
+    """Return what is written beside the rows of a workload of ours: it is as true of those made of them."""
+    is_ours = wanted.format is formats.FORMATS["tune"] and wanted.source.name == ROWS
+    return (provenance.read(wanted.source.parent) if is_ours else None) or Provenance({}, {})
+
+
+def _left_behind(wanted: Wanted) -> Iterator[str]:
+    """Say which rows of a workload of ours were not read."""
+    beside = [name for name in BESIDE if wanted.source.name == ROWS and wanted.source.with_name(name).is_file()]
+    if beside:
+        yield f"only {ROWS} was read of the source: its {' and '.join(beside)} stay behind"
 
 
 def told(found: Imported) -> Iterator[str]:
