@@ -310,6 +310,14 @@ def test_flags_that_are_wrong_are_named_and_nothing_is_written(tmp_path: Path, f
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("flags", [{"template_tokens": 7}, {"keep_prompts": True}, {"block_size": 32}])
+def test_flags_about_counted_text_need_a_tokenizer(tmp_path: Path, flags: Any) -> None:
+    """Without one no text is counted, cut or kept, and the flag would be ignored."""
+    spans = Path(__file__).parent / "data" / "llm_request_spans.jsonl"
+    with pytest.raises(SpecError, match="without --tokenizer"):
+        imported(spans, tmp_path / "w", **flags)
+
+
 def test_copies_whose_ids_would_be_too_large_are_refused(tmp_path: Path) -> None:
     """Hashes of 63 bits leave no room for others: what is written can be read again."""
     trace = tmp_path / "hashes.jsonl"

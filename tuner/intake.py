@@ -113,6 +113,9 @@ def wanted(source: Path, out: Path | None, **flags: Any) -> Wanted:
         if name in given and option not in kind.takes:
             flag = f"--{name.replace('_', '-')}"
             raise SpecError(f"{flag}: means nothing for {kind.name}", hint=f"{kind.name}: {kind.title}")
+        if name in OF_A_TOKENIZER and name in given and "tokenize" in kind.takes and "tokenizer" not in given:
+            raise SpecError(f"--{name.replace('_', '-')}: means nothing for {kind.name} without --tokenizer",
+                            hint="name the model's tokenizer: --tokenizer FOLDER or MODEL")  # fmt: skip
     changes = {name: given[name] for name in CHANGES if name in given}
     if "window" in given:
         changes["window"] = _duration("--window", given["window"])
@@ -159,6 +162,7 @@ def _tokenizer(name: str) -> Tokenize:
 
 
 CHANGES = ("shrink", "shrink_output", "max_len", "rate_scale", "time_scale", "spread_steps", "seed")
+OF_A_TOKENIZER = frozenset({"template_tokens", "keep_prompts", "block_size"})  # where text is counted
 # Flag -> the option of a reader, and what makes it of the flag's value.
 OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "tokenizer": ("tokenize", _tokenizer),
