@@ -343,6 +343,24 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "w" / "workload.jsonl").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["gone", "empty"])
+def test_a_link_is_no_folder_to_make(tmp_path: Path, name: str) -> None:
+    """A folder takes its name at the end, which a link has already, wherever it leads."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / name)
+
+    with pytest.raises(SpecError, match="is there already"):
+        imported(AZURE, tmp_path / "link")
+
+
+def test_the_folder_one_stands_in_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wanted is a folder with a name."""
+    monkeypatch.chdir(tmp_path)
+    for here in (".", ".."):
+        with pytest.raises(SpecError, match="somebody is in"):
+            imported(AZURE, Path(here))
+
+
 def test_a_folder_that_cannot_be_written_is_the_hosts_fault(tmp_path: Path) -> None:
     """A file stands where the folder should be made."""
     (tmp_path / "file").write_text("")

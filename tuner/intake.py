@@ -270,9 +270,11 @@ def _placed(row: Request, arrival: float, time_scale: float) -> Request:
 
 
 def _refuse_existing(out: Path) -> None:
-    if out.is_dir() and not any(out.iterdir()):
+    if out.name in ("", ".."):
+        raise SpecError(f"-o {out}: is a folder that somebody is in", hint="name the folder that is to be made")
+    if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
         return
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise SpecError(f"-o {out}: is there already", hint="give another folder, or remove this one")
 
 
