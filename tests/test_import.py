@@ -166,6 +166,17 @@ def test_a_doubled_rate_shares_nothing_between_the_copies(tmp_path: Path) -> Non
     assert len({row.block_ids[0] for row in copies if row.block_ids}) == 1
 
 
+def test_rows_that_come_all_at_once_have_no_rate(tmp_path: Path) -> None:
+    """Twice nothing is not told as twice something."""
+    trace = tmp_path / "burst.jsonl"
+    trace.write_text(mooncake_row(7, [1]) + mooncake_row(7, [2]))
+    said = imported(trace, tmp_path / "w", rate_scale=2)
+
+    assert said["transforms"] == [
+        "rate scaled 2x (shifted copies with relabelled ids, seed 0): 4 of 2 rows"
+    ]  # fmt: skip
+
+
 def test_steps_are_spread_inside_themselves(tmp_path: Path) -> None:
     """Each row stays in the step in which it was stamped, in the recorded order."""
     said = imported(MOONCAKE, tmp_path / "spread", spread_steps=True)

@@ -138,7 +138,8 @@ async def _listen(runner: web.ServerRunner, wanted: Wanted) -> web.TCPSite:
     except OSError as error:
         recording.clear(wanted.folder)
         raise HostError(
-            f"--port {wanted.port}: cannot listen at {wanted.host}: {error.strerror}", hint="name another --port, or --host"
+            f"--port {wanted.port}: cannot listen at {wanted.host}: {error.strerror}",
+            hint="name another --port, or --host",
         ) from error
     return site
 

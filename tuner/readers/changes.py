@@ -143,9 +143,9 @@ def _rate(changes: Changes, columns: Columns, rng: np.random.Generator) -> tuple
     if not len(scaled):
         raise SpecError(f"--rate-scale {factor:g}: no row is left", hint="use a larger factor")
     how = "whole prefix groups and sessions kept" if factor < 1 else "shifted copies with relabelled ids"
-    span = columns.span or 1.0
-    rates = f"{len(rows) / span:.3g} -> {len(scaled) / span:.3g} requests/s"
-    words = f"rate scaled {factor:g}x ({how}, seed {changes.seed}): {len(scaled):,} of {len(rows):,} rows, {rates}"
+    words = f"rate scaled {factor:g}x ({how}, seed {changes.seed}): {len(scaled):,} of {len(rows):,} rows"
+    if span := columns.span:
+        words += f", {len(rows) / span:.3g} -> {len(scaled) / span:.3g} requests/s"
     return scaled.where(np.arange(len(scaled))), [words]
 
 
