@@ -166,6 +166,17 @@ def test_a_doubled_rate_shares_nothing_between_the_copies(tmp_path: Path) -> Non
     assert len({row.block_ids[0] for row in copies if row.block_ids}) == 1
 
 
+def test_rows_that_come_all_at_once_have_no_rate(tmp_path: Path) -> None:
+    """Twice nothing is not told as twice something."""
+    trace = tmp_path / "burst.jsonl"
+    trace.write_text(mooncake_row(7, [1]) + mooncake_row(7, [2]))
+    said = imported(trace, tmp_path / "w", rate_scale=2)
+
+    assert said["transforms"] == [
+        "rate scaled 2x (shifted copies with relabelled ids, seed 0): 4 of 2 rows"
+    ]  # fmt: skip
+
+
 def test_steps_are_spread_inside_themselves(tmp_path: Path) -> None:
     """Each row stays in the step in which it was stamped, in the recorded order."""
     said = imported(MOONCAKE, tmp_path / "spread", spread_steps=True)
@@ -199,6 +210,19 @@ def test_shrinking_keeps_what_is_shared(tmp_path: Path) -> None:
     assert any(words.startswith("SCALED") for words in said["transforms"])
 
 
+def test_prompts_stay_where_only_answers_shrink_and_are_missed_where_they_cannot(tmp_path: Path) -> None:
+    """A prompt of its own is no reason to be dropped in silence."""
+    trace = tmp_path / "own.jsonl"
+    trace.write_text('{"arrival_s": 0, "input_len": 4, "output_len": 8, "prompt": [5, 6, 7, 8]}\n')
+    answers = imported(trace, tmp_path / "answers", shrink_output=4)
+    both = imported(trace, tmp_path / "both", shrink=2)
+
+    assert [(row.prompt, row.output_len) for row in rows_of(tmp_path / "answers")] == [((5, 6, 7, 8), 2)]
+    assert [(row.prompt, row.input_len) for row in rows_of(tmp_path / "both")] == [(None, 2)]
+    assert (answers["notes"], len(both["notes"])) == ([], 1)
+    assert "prompts left out" in both["notes"][0]
+
+
 def test_windows_are_like_the_whole_and_apart_from_each_other(tmp_path: Path) -> None:
     """The pair does not overlap, each starts at its own zero, and what came before is where it belongs."""
     said = imported(MOONCAKE, tmp_path / "w", window="2min")
@@ -230,6 +254,16 @@ def test_the_history_that_is_kept_warms_as_all_of_it_would(tmp_path: Path) -> No
     assert len(history) < len(before) / 3
     assert np.array_equal(ideal_hits(window, 16, history), ideal_hits(window, 16, before))
     assert ideal_hits(window, 16, history).sum() > 1.3 * ideal_hits(window, 16).sum()
+
+
+def test_what_was_done_to_a_workload_is_told_of_those_made_of_it(tmp_path: Path) -> None:
+    """Scaled rows that are cut again are still scaled; what lies beside them is not taken, and that is said."""
+    first = imported(MOONCAKE, tmp_path / "first", window="2min", shrink=16)
+    second = imported(tmp_path / "first", tmp_path / "second", rate_scale=0.5)
+
+    assert second["transforms"][:-1] == first["transforms"]
+    assert second["transforms"][-1].startswith("rate scaled 0.5x")
+    assert [note for note in second["notes"] if "history.jsonl and confirm.jsonl stay behind" in note]
 
 
 def test_the_busiest_window_is_not_the_typical_one(tmp_path: Path) -> None:
@@ -287,6 +321,23 @@ def test_flags_that_are_wrong_are_named_and_nothing_is_written(tmp_path: Path, f
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("flags", [{"template_tokens": 7}, {"keep_prompts": True}, {"block_size": 32}])
+def test_flags_about_counted_text_need_a_tokenizer(tmp_path: Path, flags: Any) -> None:
+    """Without one no text is counted, cut or kept, and the flag would be ignored."""
+    spans = Path(__file__).parent / "data" / "llm_request_spans.jsonl"
+    with pytest.raises(SpecError, match="without --tokenizer"):
+        imported(spans, tmp_path / "w", **flags)
+
+
+def test_copies_whose_ids_would_be_too_large_are_refused(tmp_path: Path) -> None:
+    """Hashes of 63 bits leave no room for others: what is written can be read again."""
+    trace = tmp_path / "hashes.jsonl"
+    trace.write_text(mooncake_row(0, [2**62]) + mooncake_row(1000, [2**62 + 1]))
+
+    with pytest.raises(SpecError, match="--rate-scale 2: with block ids up to"):
+        imported(trace, tmp_path / "w", rate_scale=2)
+
+
 def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     """512 tokens a block cannot be a third."""
     with pytest.raises(SpecError, match="--shrink 3: blocks of 512"):
@@ -301,6 +352,24 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is there already"):
         imported(AZURE, tmp_path / "w")
     assert (tmp_path / "w" / "workload.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["gone", "empty"])
+def test_a_link_is_no_folder_to_make(tmp_path: Path, name: str) -> None:
+    """A folder takes its name at the end, which a link has already, wherever it leads."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / name)
+
+    with pytest.raises(SpecError, match="is there already"):
+        imported(AZURE, tmp_path / "link")
+
+
+def test_the_folder_one_stands_in_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wanted is a folder with a name."""
+    monkeypatch.chdir(tmp_path)
+    for here in (".", ".."):
+        with pytest.raises(SpecError, match="somebody is in"):
+            imported(AZURE, Path(here))
 
 
 def test_a_folder_that_cannot_be_written_is_the_hosts_fault(tmp_path: Path) -> None:

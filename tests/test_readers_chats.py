@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from datetime import UTC, datetime
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_parents_in_a_circle_end(tmp_path: Path) -> None:
     turns = [{**BAILIAN[0], "chat_id": n, "parent_chat_id": parent} for n, parent in [(1, 2), (2, 1), (5, 5)]]
 
     assert len(read(written(tmp_path, jsonl(*turns)))[0]) == 3
+
+
+def test_a_very_long_chat_takes_no_longer_a_turn(tmp_path: Path) -> None:
+    """Every turn asks for its first one: 30,000 turns would be walked 450 million times, for minutes."""
+    turns = [{**BAILIAN[0], "chat_id": n + 1, "parent_chat_id": n or -1} for n in range(30_000)]
+    began = time.process_time()
+    rows, _ = read(written(tmp_path, jsonl(*turns)))
+
+    assert {row.session for row in rows} == {"1"}
+    assert time.process_time() - began < 10
 
 
 def test_bailians_clock_and_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -145,6 +156,14 @@ def test_rounds_of_one_index_have_names_of_their_own(tmp_path: Path) -> None:
     rows, _ = read(written(tmp_path, jsonl(*rounds()[:3], *rounds()[:3])))
 
     assert len({row.id for row in rows}) == 6
+
+
+def test_rounds_that_differ_in_their_end_only_are_both_read(tmp_path: Path) -> None:
+    """A round that was written twice, once without its output events."""
+    said = rounds()[0]
+    rows, _ = read(written(tmp_path, jsonl(said, {**said, "timing_events": said["timing_events"][:1]})))
+
+    assert [row.source_line for row in rows] == [1, 2]
 
 
 def test_a_round_without_an_input_event_has_no_arrival(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import re
 import resource
 import subprocess
@@ -137,6 +138,22 @@ def test_nanoseconds_are_whole(tmp_path: Path, nano: str) -> None:
 
 
 # --- Files that are no text, or no rows -------------------------------------------------------------------
+
+
+def test_lines_of_spaces_are_blank(tmp_path: Path) -> None:
+    """An editor leaves them behind; they are no rows."""
+    path = written(tmp_path, SAMPLES["mooncake"].text.replace("\n", "\n  \t\r\n"))
+    rows, tally = read(path)
+
+    assert (len(rows), tally.read) == (SAMPLES["mooncake"].rows, SAMPLES["mooncake"].rows)
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    """A trace is read more than once; waiting for a writer would be for ever."""
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(SpecError, match="no file that can be read twice"):
+        recognise(Source(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "\ufeff"], ids=["empty", "blank", "mark"])

@@ -49,6 +49,13 @@ def test_vllms_own_spans_are_read() -> None:
     assert dict(tally.dropped) == {"several answers to one prompt (n > 1)": 2, "no output tokens": 2}
 
 
+def test_a_span_that_was_exported_twice_is_one_request(tmp_path: Path) -> None:
+    """Exporters try again when no answer came: the rate would be doubled."""
+    rows, tally = read(written(tmp_path, jsonl(span(), span(span_id="s2"), span())))
+
+    assert ([row.source_line for row in rows], dict(tally.dropped)) == ([1, 2], {"logged before under the same id": 1})
+
+
 def test_an_otlp_document_may_be_written_over_many_lines(tmp_path: Path) -> None:
     """The same spans as one indented document: the same rows, with the lines on which their spans begin."""
     first = json.loads(VLLM_SPANS.read_text().splitlines()[0])

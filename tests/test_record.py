@@ -202,6 +202,25 @@ def test_kill_9_loses_only_what_was_open(server: FakeServer, tmp_path: Path) -> 
     assert recorder.summary()["was_cut"] is True
 
 
+def test_a_folder_that_is_being_recorded_into_is_nobody_elses(server: FakeServer, tmp_path: Path) -> None:
+    """Neither a second recorder nor --finish touches it: what came after that would be lost."""
+    folder = tmp_path / "w"
+    with recording(folder, server.url) as recorder:
+        post(recorder.url, TEXT, {"prompt": "before", "max_tokens": 2})
+        until(lambda: rows_written(recorder) == 1)
+        others = [
+            tune("record", "--upstream", server.url, "--port", "0", "-o", str(folder)),
+            tune("record", "--finish", str(folder)),
+        ]
+        post(recorder.url, TEXT, {"prompt": "after", "max_tokens": 2})
+        until(lambda: rows_written(recorder) == 2)
+        recorder.stop()
+
+    assert [other.returncode for other in others] == [2, 2]
+    assert all("another tune is recording there" in other.stderr for other in others)
+    assert len(recorder.rows()) == 2
+
+
 def test_a_killed_recorder_without_rows_leaves_nothing_to_keep(server: FakeServer, tmp_path: Path) -> None:
     """--finish says so and clears the folder for the next one."""
     with recording(tmp_path / "w", server.url) as recorder:
@@ -384,7 +403,7 @@ def test_a_taken_port_is_an_error(server: FakeServer, tmp_path: Path) -> None:
     [((), "--upstream and -o are needed"), (("--upstream", "127.0.0.1:8000", "-o", "w"), "not a URL of a server"),
      (("--upstream", "http://me:pw@x", "-o", "w"), "has a user in it"),
      (("--upstream", "http://x", "-o", "w", "--rotate", "64"), "not a size"),
-     (("--finish", "nowhere"), "not a recording's summary")],
+     (("--finish", "nowhere"), "not a recording's summary"), (("--finish", "w", "-o", "x"), "--finish goes alone")],
 )  # fmt: skip
 def test_wrong_flags_are_told(words: tuple[str, ...], says: str) -> None:
     """Exit 2, and what to write instead."""

@@ -266,6 +266,24 @@ def test_websockets_are_refused(pair: Pair) -> None:
     assert ask(pair.recorder.url, "GET", "/v1/realtime", None, upgrade).status == 501
 
 
+def test_a_request_that_names_no_path_is_refused(pair: Pair) -> None:
+    """OPTIONS * is about the server that hears it; there is no URL to ask the upstream by."""
+    with send(pair.recorder.url, b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n") as sock:
+        assert receive(sock, b"\r\n").startswith(b"HTTP/1.1 501 ")
+
+
+def test_what_is_no_http_is_not_quoted(pair: Pair) -> None:
+    """A body longer than its length says is taken for another request: it may be a prompt, or hold a key."""
+    body = b'{"prompt": "xylophone-canary-42 and more words"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n"
+    with send(pair.recorder.url, head + body + b"\r\n\r\n") as sock:
+        receive(sock, b"HTTP/1.")
+    with send(pair.recorder.url, b"GET / HTTP/1.1\r\nAuthorization sk-canary-key-4242\r\n\r\n") as sock:
+        assert b" 400 " in receive(sock, b"\r\n\r\n")
+
+    assert "canary" not in pair.recorder.errors.read_text()
+
+
 def test_a_connection_carries_one_request_after_the_other(pair: Pair) -> None:
     """Keep-alive between client and tap works although the server closes each connection."""
     pair.upstream.answers[TEXT] = [whole(200, b'{"a": 1}')]

@@ -1,6 +1,7 @@
 """What a recorded request says: its lengths, whose turn it is, and which prompts begin alike."""
 
 import json
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
@@ -25,6 +26,7 @@ from tuner.proxy.answered import (
     NOT_READ,
     NOTHING_MADE,
     TOO_LARGE,
+    TOO_MANY,
     Reader,
     Told,
 )
@@ -133,6 +135,8 @@ def test_token_ids_count_where_usage_is_not_asked_for() -> None:
         ([b"data: " + b"[" * 100_000 + b"\n\n", DONE], NOT_READ),
         ([delta(None, "stop"), closing(USAGE | {"completion_tokens": 0}), DONE], NOTHING_MADE),
         ([b"data: " + b"x" * MOST_OF_AN_EVENT, b"x" * 10], TOO_LARGE),
+        ([b"data: " + b"x" * 1000 + b"\n"] * (MOST_OF_AN_EVENT // 1000), TOO_LARGE),
+        ([delta(None, "stop"), closing(USAGE | {"prompt_tokens": 10**11}), DONE], TOO_MANY),
         ([], CUT_SHORT),
     ],
 )
@@ -200,7 +204,8 @@ def test_what_a_row_cannot_stand_for_has_a_reason(endpoint: str, body: Any, reas
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"messages": 5}', b'{"messages": [5]}', b"[" * 10**5,
-                                  b'{"messages": [{"role": "user", "content": 5}]}', b'{"n": "x"}'])  # fmt: skip
+                                  b'{"messages": [{"role": "user", "content": 5}]}', b'{"n": "x"}',
+                                  b'{"prompt": [1, "x"]}', b'{"prompt": [%d]}' % 2**70])  # fmt: skip
 def test_a_request_that_cannot_be_read_is_counted(body: bytes) -> None:
     """Whatever clients send, no request ends the recording."""
     for endpoint in (CHAT, COMPLETIONS, RESPONSES):
@@ -511,12 +516,47 @@ def test_a_finish_that_was_cut_off_can_be_done_again(tmp_path: Path) -> None:
     assert (tmp_path / "workload.jsonl").read_bytes() == first
 
 
+@pytest.mark.parametrize("line", ['{"id": "9", "arrival_s": 0.5}', '{"id": "1", "block_ids": "many"}'])
+def test_a_line_that_is_no_row_is_counted(tmp_path: Path, line: str) -> None:
+    """Whoever edits a part, or a disk that mixes things up, costs that line and no other."""
+    filled(tmp_path)
+    (tmp_path / "recording-0099.jsonl").write_text(line + "\n")
+
+    assert (recording.finish(tmp_path).rows, sum(recording.read_summary(tmp_path).not_written.values())) == (8, 1)
+
+
+def test_a_recording_of_more_parts_than_may_be_open_is_finished(tmp_path: Path) -> None:
+    """A long recording in small parts; a process may have a thousand files open, here some twenty."""
+    filled(tmp_path, rotate=1)
+    parts = len(list(tmp_path.glob(recording.PARTS)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 8, hard))
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(recording, "MOST_OPEN", 2)
+            summary = recording.finish(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert parts > 8
+    assert (summary.rows, len(workload.load(tmp_path).requests)) == (8, 8)
+
+
+def test_a_recording_that_ended_is_not_said_to_be_cut_off(tmp_path: Path) -> None:
+    """--finish of one that is finished says what is there."""
+    filled(tmp_path)
+    recording.finish(tmp_path, recording.read_summary(tmp_path))
+
+    assert (recording.finish(tmp_path).was_cut, recording.finish(tmp_path).rows) == (False, 8)
+
+
 @pytest.mark.parametrize("name", ["workload.jsonl", "recording-0001.jsonl", "notes.txt"])
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path, name: str) -> None:
     """A recording never joins another, whose ids have another salt."""
     (tmp_path / name).write_text("x")
-    with pytest.raises(SpecError, match="holds"):
-        recording.prepare(tmp_path)
+    with pytest.raises(SpecError, match="holds"), recording.prepared(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize(("text", "size"), [("64MB", 64_000_000), ("1 kb", 1000), ("2GB", 2 * 10**9)])

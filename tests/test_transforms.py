@@ -56,6 +56,14 @@ def test_copies_are_the_recording_turned_around(arrivals: list[float], factor: f
     assert len(found) == pytest.approx(factor * len(rows), abs=0.5)
 
 
+def test_a_stray_stamp_costs_no_memory() -> None:
+    """One row at zero among wall clocks: the dispersion over half a century is that over all its seconds."""
+    rows = columns([0.0, *(1.7e9 + i for i in range(300))])
+
+    assert dispersion(np.array([0.0, 0.5, 3.0]), 1.0, 4.0) == pytest.approx(np.var([2, 0, 0, 1]) / 0.75)
+    assert dispersion(rows.arrival, 1.0, rows.span) == pytest.approx(1, abs=1e-6)
+
+
 def test_the_original_is_not_turned() -> None:
     """Copy 0 keeps the recorded times."""
     found = scale_rate(columns([0.0, 1.0, 5.0]), 2, np.random.default_rng(0))

@@ -1,16 +1,19 @@
 """Reading rows, refusing what cannot be replayed, and changing the rate without breaking reuse."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_data import workload
 
 from tuner.errors import SpecError
-from tuner.workload import Request, check_fits, load, scale_rate, to_jsonl
+from tuner.reuse import ideal_hits
+from tuner.workload import Request, Workload, check_fits, load, scale_rate, to_jsonl
 
 ROW = {"arrival_s": 0.5, "input_len": 20, "output_len": 3}
 
@@ -161,6 +164,36 @@ def test_doubling_lays_a_relabelled_copy_over_the_window() -> None:
     assert sum(bool(ids & original) for ids in blocks) == 20
     assert doubled.span <= 19
     assert list(doubled.requests) == sorted(doubled.requests, key=lambda row: row.arrival)
+
+
+SHARING = tuple(Request(i, 32, 4, block_ids=(7, 10 + i), block_size=16) for i in range(4))
+
+
+def test_copies_find_of_the_history_what_the_recording_finds() -> None:
+    """Each copy has a history of its own, or it would be left with a cold cache."""
+    history = (Request(0, 32, 4, block_ids=(7, 9), block_size=16),)
+    found = scale_rate(Workload("w", SHARING, "0" * 64, history), 3.0, seed=0)
+
+    assert ideal_hits(found.requests, 16, found.history).tolist() == [16] * 12
+    assert (ideal_hits(found.requests, 16) == 0).sum() == 3  # the first row of each copy
+
+
+def test_copies_find_nothing_of_a_history_that_the_recording_does_not_find() -> None:
+    """Ids of copies are none that the history has, which may be larger than those of the window."""
+    history = tuple(Request(i, 16, 4, block_ids=(i,), block_size=16) for i in range(14, 200))
+    found = scale_rate(Workload("w", SHARING, "0" * 64, history), 3.0, seed=0)
+
+    assert np.array_equal(ideal_hits(found.requests, 16, found.history), ideal_hits(found.requests, 16))
+
+
+def test_a_workload_that_was_doubled_can_be_doubled_again() -> None:
+    """No copy takes the name of one that was made before: rows of two sessions would be taken for one."""
+    rows = tuple(Request(i, 10, 4, id=str(i), session="a", parent=str(i - 1) if i else None) for i in range(3))
+    twice = scale_rate(Workload("w", rows, "0" * 64), 2.0, seed=0)
+    found = scale_rate(twice, 2.0, seed=0).requests
+
+    assert len({row.id for row in found}) == 12
+    assert sorted(Counter(row.session for row in found).values()) == [3, 3, 3, 3]
 
 
 def test_scaling_is_seeded_and_marks_the_workload() -> None:

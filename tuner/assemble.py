@@ -399,7 +399,9 @@ def record(upstream: str, out: Path, *, host: str, port: int, keeps_prompts: boo
 
 def finish_recording(folder: Path) -> int:
     """Make a workload of a recording that was cut off; return the exit code."""
-    print(_recorded(folder, recording.finish(folder)), end="", flush=True)
+    with recording.held(folder):
+        summary = recording.finish(folder)
+    print(_recorded(folder, summary), end="", flush=True)
     return ExitCode.OK
 
 

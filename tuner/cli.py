@@ -371,6 +371,8 @@ def record(  # noqa: PLR0917 (one parameter a flag)
     from tuner import assemble  # noqa: PLC0415
 
     if finish is not None:
+        if upstream is not None or out is not None or keep_prompts:
+            raise SpecError("--finish goes alone: it makes a workload of what is in its folder")
         return assemble.finish_recording(finish)
     if upstream is None or out is None:
         raise SpecError("--upstream and -o are needed",

@@ -24,9 +24,13 @@ from tuner.readers.changes import Changes, Plan, plan, shrunk
 from tuner.readers.format import Format, Options, Tokenize
 from tuner.readers.source import Source, Tally
 from tuner.readers.spool import Spool
+from tuner.sinks import provenance
+from tuner.sinks.provenance import Provenance
 from tuner.workload import Fingerprint, Request, encoded
 
 SOURCE = "source.json"
+ROWS, BESIDE = "workload.jsonl", ("history.jsonl", "confirm.jsonl")
+NO_SHRUNK_PROMPT = "prompts left out, and what they share: a text cannot be divided (--shrink)"
 LARGEST_SCALE = 1e6
 
 
@@ -109,6 +113,9 @@ def wanted(source: Path, out: Path | None, **flags: Any) -> Wanted:
         if name in given and option not in kind.takes:
             flag = f"--{name.replace('_', '-')}"
             raise SpecError(f"{flag}: means nothing for {kind.name}", hint=f"{kind.name}: {kind.title}")
+        if name in OF_A_TOKENIZER and name in given and "tokenize" in kind.takes and "tokenizer" not in given:
+            raise SpecError(f"--{name.replace('_', '-')}: means nothing for {kind.name} without --tokenizer",
+                            hint="name the model's tokenizer: --tokenizer FOLDER or MODEL")  # fmt: skip
     changes = {name: given[name] for name in CHANGES if name in given}
     if "window" in given:
         changes["window"] = _duration("--window", given["window"])
@@ -155,6 +162,7 @@ def _tokenizer(name: str) -> Tokenize:
 
 
 CHANGES = ("shrink", "shrink_output", "max_len", "rate_scale", "time_scale", "spread_steps", "seed")
+OF_A_TOKENIZER = frozenset({"template_tokens", "keep_prompts", "block_size"})  # where text is counted
 # Flag -> the option of a reader, and what makes it of the flag's value.
 OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "tokenizer": ("tokenize", _tokenizer),
@@ -177,6 +185,7 @@ def run(wanted: Wanted) -> Imported:
         HostError: the folder cannot be written.
     """
     _refuse_existing(wanted.out)
+    before = _before(wanted)
     tally = Tally(Source(wanted.source), skip_damaged=wanted.skip_damaged)
     with _beside(wanted.out) as folder, tempfile.TemporaryFile(dir=folder) as file:
         spool = Spool(file)
@@ -186,12 +195,26 @@ def run(wanted: Wanted) -> Imported:
         files, fingerprint = _write(folder, spool, found, wanted.changes.time_scale)
         imported = Imported(
             folder=wanted.out, format=wanted.format.name, read=tally.read, dropped=dict(sorted(tally.dropped.items())),
-            transforms=found.transforms, notes=(*tally.noted, *found.notes), files=files, fingerprint=fingerprint,
-            source_sha256=_sha256(wanted.source),
+            transforms=(*before.transforms, *found.transforms),
+            notes=(*before.notes, *_left_behind(wanted), *tally.noted, *found.notes), files=files,
+            fingerprint=fingerprint, source_sha256=_sha256(wanted.source),
         )  # fmt: skip
         (folder / SOURCE).write_text(json.dumps(imported.to_json(wanted.source.name), indent=1) + "\n")
         folder.rename(wanted.out)
     return imported
+
+
+def _before(wanted: Wanted) -> Provenance:
+    """Return what is written beside the rows of a workload of ours: it is as true of those made of them."""
+    is_ours = wanted.format is formats.FORMATS["tune"] and wanted.source.name == ROWS
+    return (provenance.read(wanted.source.parent) if is_ours else None) or Provenance({}, {})
+
+
+def _left_behind(wanted: Wanted) -> Iterator[str]:
+    """Say which rows of a workload of ours were not read."""
+    beside = [name for name in BESIDE if wanted.source.name == ROWS and wanted.source.with_name(name).is_file()]
+    if beside:
+        yield f"only {ROWS} was read of the source: its {' and '.join(beside)} stay behind"
 
 
 def told(found: Imported) -> Iterator[str]:
@@ -211,6 +234,8 @@ def _fill(spool: Spool, tally: Tally, wanted: Wanted) -> None:
     changes = wanted.changes
     for row in wanted.format.read(tally.source, wanted.options, tally):
         kept = shrunk(row, changes)
+        if row.prompt is not None and kept.prompt is None:
+            tally.note(NO_SHRUNK_PROMPT, row.source_line or tally.read)
         if changes.max_len is not None and kept.input_len + kept.output_len > changes.max_len:
             tally.drop(f"input + output above {changes.max_len:,} tokens")
         else:
@@ -245,9 +270,11 @@ def _placed(row: Request, arrival: float, time_scale: float) -> Request:
 
 
 def _refuse_existing(out: Path) -> None:
-    if out.is_dir() and not any(out.iterdir()):
+    if out.name in ("", ".."):
+        raise SpecError(f"-o {out}: is a folder that somebody is in", hint="name the folder that is to be made")
+    if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
         return
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise SpecError(f"-o {out}: is there already", hint="give another folder, or remove this one")
 
 

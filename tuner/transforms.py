@@ -237,8 +237,10 @@ def _shape(columns: Columns, start: float, length: float) -> Mapping[str, float]
 def dispersion(arrival: Floats, width: float, length: float) -> float:
     """Return variance / mean of the arrivals a bin of `width` seconds, whole bins of [0, length) only: Poisson is 1."""
     bins = int(length / width)
-    counts = np.bincount((arrival[arrival < bins * width] // width).astype(np.int64), minlength=bins)[:bins]
-    return float(counts.var() / counts.mean()) if counts.any() else float("nan")
+    places = arrival[arrival < bins * width] // width
+    counts = np.unique(places, return_counts=True)[1]  # of bins with rows: there may be years between
+    n = int(counts.sum())
+    return float((counts**2).sum() / n - n / bins) if n else float("nan")
 
 
 def _distance(shape: Mapping[str, float], whole: Mapping[str, float]) -> float:

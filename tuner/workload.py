@@ -22,6 +22,7 @@ from tuner.transforms import Columns
 
 BESIDE = ("history.jsonl", "confirm.jsonl", "confirm_history.jsonl")  # files that a workload may have besides its rows
 LATEST = 1e12  # later than any clock, and exact enough as a float
+FIRST_MARK = "/"  # between the name of a row and the number of its copy
 MOST_TOKENS = 10_000_000  # of one prompt or answer; a row of more would fill this host's memory
 
 
@@ -233,15 +234,21 @@ def scale_rate(workload: Workload, factor: float, seed: int) -> Workload:
     chosen = transforms.scale_rate(_columns(workload.requests), factor, np.random.default_rng(seed))
     if not len(chosen):
         raise SpecError(f"--rate-scale {factor}: no row is left", hint="use a larger factor")
-    blocks = 1 + max((b for r in workload.requests for b in r.block_ids or ()), default=0)
+    known = (*workload.requests, *workload.history)
+    blocks = 1 + max((b for r in known for b in r.block_ids or ()), default=0)
+    mark = FIRST_MARK
+    for row in known:
+        mark = unused_mark(row, mark)
     rows = tuple(
-        changed(relabelled(workload.requests[row], copy, blocks), arrival=arrival)
+        changed(relabelled(workload.requests[row], copy, blocks, mark), arrival=arrival)
         for row, copy, arrival in zip(chosen.row.tolist(), chosen.copy.tolist(), chosen.arrival.tolist(), strict=True)
     )
+    copies = range(int(chosen.copy.max()) + 1)  # each has a history of its own, or it would find a cold cache
+    history = tuple(relabelled(row, copy, blocks, mark) for row in workload.history for copy in copies)
     counts = f"{len(rows)} of {len(workload.requests)} rows"
     words = f"rate scaled {factor:g}x (groups thinned, copies relabelled, seed {seed}): {counts}"
     digest = hashlib.sha256(f"{workload.sha256}/{words}".encode()).hexdigest()
-    return replace(workload, requests=rows, sha256=digest, transforms=(*workload.transforms, words))
+    return replace(workload, requests=rows, history=history, sha256=digest, transforms=(*workload.transforms, words))
 
 
 def _columns(rows: Sequence[Request]) -> Columns:
@@ -263,8 +270,19 @@ def group_of(row: Request) -> str | tuple[int, ...] | None:
     return row.block_ids[:2] if row.block_ids is not None and len(row.block_ids) > 1 else None
 
 
-def relabelled(row: Request, copy: int, blocks: int) -> Request:
-    """Return the row as a copy that shares nothing with the original, whose block ids are below `blocks`.
+def unused_mark(row: Request, mark: str) -> str:
+    """Return `mark`, longer where the row's names have it in them: a copy's name is that, and no original's.
+
+    Rows that were copied before have names with a mark already.
+    """
+    for name in (row.id, row.session, row.parent):
+        while name is not None and mark in name:
+            mark += FIRST_MARK
+    return mark
+
+
+def relabelled(row: Request, copy: int, blocks: int, mark: str) -> Request:
+    """Return the row as a copy that shares nothing with any original: block ids from `blocks` on, names with `mark`.
 
     Copy 0 is the original itself.
     """
@@ -272,7 +290,7 @@ def relabelled(row: Request, copy: int, blocks: int) -> Request:
         return row
 
     def name(text: str | None) -> str | None:
-        return None if text is None else f"{text}/{copy}"
+        return None if text is None else f"{text}{mark}{copy}"
 
     ids = None if row.block_ids is None else tuple(block + copy * blocks for block in row.block_ids)
     return changed(row, block_ids=ids, id=name(row.id), session=name(row.session), parent=name(row.parent))

@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
-from tuner.proxy.asked import Message, Unreplayable
+from tuner.proxy.asked import Message, TokenId, Unreplayable
+from tuner.workload import MOST_TOKENS
 
 NO_STREAM_USAGE = "no usage in the stream: ask for stream_options.include_usage"
 NO_USAGE = "no usage in the answer"
 NOTHING_MADE = "no tokens in the prompt or the answer"
+TOO_MANY = "more tokens in its usage than there can be"
 IN_BAND = "an error in the answer"
 CUT_SHORT = "the answer ended before its end"
 NOT_READ = "the answer is not JSON of this endpoint"
@@ -69,7 +71,7 @@ class _Event(msgspec.Struct):
     error: Any = None
     usage: _Usage | None = None
     choices: list[_Choice] = []
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[TokenId] | None = None
     response: "_Event | None" = None
     output: list[_Item] | None = None
 
@@ -104,6 +106,7 @@ class Reader:
     is_over: bool = False  # the stream has said that nothing follows
     _rest: bytearray = field(default_factory=bytearray)
     _data: list[bytes] = field(default_factory=list)
+    _size: int = 0
     _usage: _Usage | None = None
     _prompt_ids: list[int] | None = None
     _made: int | None = None
@@ -148,9 +151,14 @@ class Reader:
         for line in lines:
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
+                self._size += len(line)
             elif not line and self._data:
                 yield b"\n".join(self._data)
                 self._data.clear()
+                self._size = 0
+            if self._size > MOST_OF_AN_EVENT:
+                self._give_up(TOO_LARGE)
+                return
 
     def _read(self, data: bytes) -> None:
         if data == b"[DONE]":
@@ -202,6 +210,8 @@ class Reader:
             raise Unreplayable(NO_STREAM_USAGE if self.is_stream else NO_USAGE)
         if input_len < 1 or output_len < 1:
             raise Unreplayable(NOTHING_MADE)
+        if max(input_len, output_len) > MOST_TOKENS:
+            raise Unreplayable(TOO_MANY)
         known = self._length <= MOST_KEPT_OF_A_REPLY
         reply = Message("assistant", "".join(self._said), tuple(self._calls)) if known else None
         ids = None if self._prompt_ids is None else tuple(self._prompt_ids)

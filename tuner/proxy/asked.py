@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ OF_THE_TEMPLATE = ("messages", "tools", "add_generation_prompt", "continue_final
                    "chat_template", "mm_processor_kwargs")  # fmt: skip
 
 Json = dict[str, Any]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Unreplayable(Exception):  # noqa: N818 (a fact about a request, and no error)
@@ -95,7 +96,7 @@ def _completion(said: Json) -> Asked:
             raise Unreplayable(SEVERAL)
         prompt = prompt[0]
     if isinstance(prompt, list):
-        return Asked(COMPLETIONS, _model(said), tuple(map(int, prompt)), None, None)
+        return Asked(COMPLETIONS, _model(said), msgspec.convert(prompt, tuple[TokenId, ...]), None, None)
     if not isinstance(prompt, str):
         raise Unreplayable(NOT_READ)
     form = {"prompt": prompt, "add_special_tokens": said.get("add_special_tokens", True), **_named(said)}

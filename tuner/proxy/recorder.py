@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,19 +69,20 @@ def run(wanted: Wanted, say: Callable[[str], None]) -> Recorded:
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
-        with asyncio.Runner(loop_factory=None if uvloop is None else uvloop.new_event_loop) as runner:
-            ledger = runner.run(_record(wanted, say))
+        with ExitStack() as until_finished:
+            with asyncio.Runner(loop_factory=None if uvloop is None else uvloop.new_event_loop) as runner:
+                ledger = runner.run(_record(wanted, say, until_finished))
+            return Recorded(recording.finish(wanted.folder, ledger.counted()), not ledger.is_broken)
     finally:
         sys.setswitchinterval(before)
-    return Recorded(recording.finish(wanted.folder, ledger.counted()), not ledger.is_broken)
 
 
-async def _record(wanted: Wanted, say: Callable[[str], None]) -> Ledger:
+async def _record(wanted: Wanted, say: Callable[[str], None], until_finished: ExitStack) -> Ledger:
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(session())
         await _check_answers(http, wanted.upstream)
         hashed = TOKENS if await tokenizer.is_there(http, wanted.upstream) else TEXT
-        recording.prepare(wanted.folder)
+        until_finished.enter_context(recording.prepared(wanted.folder))
         parts = Parts(wanted.folder, wanted.rotate, 0o600 if wanted.keeps_prompts else 0o644)
         stack.callback(parts.close)
         opened = opening(wanted.upstream, hashed=hashed, keeps_prompts=wanted.keeps_prompts)
@@ -137,7 +138,8 @@ async def _listen(runner: web.ServerRunner, wanted: Wanted) -> web.TCPSite:
     except OSError as error:
         recording.clear(wanted.folder)
         raise HostError(
-            f"--port {wanted.port}: cannot listen at {wanted.host}: {error.strerror}", hint="name another --port"
+            f"--port {wanted.port}: cannot listen at {wanted.host}: {error.strerror}",
+            hint="name another --port, or --host",
         ) from error
     return site
 

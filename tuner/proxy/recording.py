@@ -7,13 +7,14 @@ parts are gone then.
 """
 
 import errno
+import fcntl
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import msgspec
 from msgspec.structs import replace as changed
@@ -25,6 +26,7 @@ SUMMARY, ROWS = "recording.json", "workload.jsonl"
 PARTS = "recording-[0-9]*.jsonl"
 NOT_IDENTIFIED = "the recorder ended before their tokens were known"
 CUT_LINE = "cut off in the middle of its line"
+MOST_OPEN = 64  # parts at once
 ROOM = "is the disk full or read-only?"
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -134,18 +136,48 @@ def parse_size(text: str) -> int:
     return int(match[1]) * {unit.lower(): size for unit, size in UNITS.items()}[match[2].lower()]
 
 
-def prepare(folder: Path) -> None:
-    """Make an empty folder for a recording.
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep a folder for this process; the kernel lets go of it however the process ends.
 
     Raises:
-        SpecError: something is in it.
+        SpecError: another recorder has it.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):  # it is not there, or its file system knows no locks
+            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, file)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SpecError(
+                    f"{folder}: another tune is recording there", hint="end that one first, or name another folder"
+                ) from None
+        yield
+
+
+@contextmanager
+def prepared(folder: Path) -> Iterator[None]:
+    """Make an empty folder for a recording, and keep it for this process.
+
+    Raises:
+        SpecError: something is in it, or another recorder has it.
         HostError: it cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        there = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         raise HostError(f"-o {folder}: cannot be made: {error.strerror}", hint="give another folder") from error
+    with held(folder):
+        _check_empty(folder)
+        yield
+
+
+def _check_empty(folder: Path) -> None:
+    try:
+        there = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise HostError(f"-o {folder}: cannot be read: {error.strerror}", hint="give another folder") from error
     if any(folder.glob(PARTS)):
         raise SpecError(
             f"-o {folder}: holds a recording that was cut off; a new one has a salt of its own and cannot go on there",
@@ -197,7 +229,7 @@ def finish(folder: Path, counted: Summary | None = None) -> Summary:
         SpecError: there is no recording in the folder.
         HostError: the disk is full or the folder cannot be written.
     """
-    summary = counted or changed(read_summary(folder), was_cut=True)
+    summary = counted or _of_a_killed_one(folder)
     try:
         if not summary.ended:
             summary = _merged(folder, summary)
@@ -209,6 +241,12 @@ def finish(folder: Path, counted: Summary | None = None) -> Summary:
             hint=f"what was recorded is kept; when there is room: tune record --finish {folder} ({ROOM})",
         ) from error
     return summary
+
+
+def _of_a_killed_one(folder: Path) -> Summary:
+    """Return what a recorder wrote last; one that had ended was not cut off."""
+    summary = read_summary(folder)
+    return summary if summary.ended else changed(summary, was_cut=True)
 
 
 def _merged(folder: Path, summary: Summary) -> Summary:
@@ -275,6 +313,7 @@ class _Index:
     def _add(self, line: bytes, place: _Place) -> None:
         try:
             seen = msgspec.json.decode(line, type=_Line)
+            msgspec.json.decode(line, type=Identity if seen.arrival_s is None else Request)
         except (msgspec.DecodeError, UnicodeDecodeError):
             self.cut += 1
             return
@@ -285,22 +324,40 @@ class _Index:
 
     def sorted_rows(self) -> Iterator[Request]:
         """Yield the rows in order of arrival, each with what is known of it."""
-        files = [part.open("rb") for part in self.parts]
-        try:
+        with _Lines(self.parts) as lines:
             for _, _, name, place in self.rows:
-                row = msgspec.json.decode(_line(files, place), type=Request)
+                row = msgspec.json.decode(lines.at(place), type=Request)
                 if (known := self.identities.get(name)) is not None:
-                    more = msgspec.json.decode(_line(files, known), type=Identity)
+                    more = msgspec.json.decode(lines.at(known), type=Identity)
                     row = changed(row, block_ids=more.block_ids, block_size=more.block_size, prompt=more.prompt)
                 yield row
-        finally:
-            for file in files:
-                file.close()
 
 
-def _line(files: Sequence[BinaryIO], place: _Place) -> bytes:
-    files[place.part].seek(place.start)
-    return files[place.part].read(place.length)
+@dataclass(slots=True)
+class _Lines:
+    """The lines of parts, of which there may be more than a process may have open; closes itself."""
+
+    parts: list[Path]
+    _open: dict[int, BinaryIO] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def at(self, place: _Place) -> bytes:
+        """Return the line at a place."""
+        file = self._open.get(place.part) or self._opened(place.part)
+        file.seek(place.start)
+        return file.read(place.length)
+
+    def _opened(self, part: int) -> BinaryIO:
+        if len(self._open) == MOST_OPEN:
+            self._open.pop(next(iter(self._open))).close()
+        file = self._open[part] = self.parts[part].open("rb")
+        return file
 
 
 @contextmanager

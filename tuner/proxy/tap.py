@@ -7,12 +7,14 @@ before the next is read. A client that leaves takes its request with it, at once
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Set as AbstractSet
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -39,6 +41,17 @@ UNREACHABLE = "the server could not be reached"
 BROKE_OFF = "the server broke off"
 
 clock = time.perf_counter
+
+
+class _WithoutRequests(logging.Filter):
+    """Drops what aiohttp says of a request that is no HTTP: it quotes it, with keys and prompts."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(_WithoutRequests())
 
 
 def onward(came: web.BaseRequest | aiohttp.ClientResponse, without: AbstractSet[str] = frozenset()) -> CIMultiDict[str]:
@@ -82,7 +95,7 @@ class Tap:
         self._idle = asyncio.Event()
         self._idle.set()
         self.server = web.Server(
-            self._handle, handler_cancellation=True, auto_decompress=False, access_log=None,
+            self._handle, handler_cancellation=True, auto_decompress=False, access_log=None, logger=_LOG,
             max_line_size=MOST_OF_A_LINE, max_field_size=MOST_OF_A_LINE, max_headers=MOST_HEADERS,
         )  # fmt: skip
 
@@ -116,6 +129,8 @@ class Tap:
     async def _pass(self, request: web.BaseRequest, exchange: Exchange) -> web.StreamResponse:
         if request.headers.get("Upgrade", "").lower() == "websocket":
             return _error(501, "tune record passes no websockets through")
+        if request.raw_path == "*":
+            return _error(501, "tune record passes no request on that names no path")
         try:
             answer = await self._ask(request, exchange)
         except (aiohttp.ClientError, OSError) as error:

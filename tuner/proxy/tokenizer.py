@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import aiohttp
 import msgspec
 
-from tuner.proxy.asked import Json
+from tuner.proxy.asked import Json, TokenId
 
 DEADLINE = 30.0  # seconds for one prompt
 PROBE_DEADLINE = 10.0
@@ -20,7 +20,7 @@ class Unknown(Exception):  # noqa: N818 (a fact about a prompt, and no error)
 
 
 class _Tokens(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 async def ask(http: aiohttp.ClientSession, base: str, form: Json, headers: Mapping[str, str]) -> list[int]:

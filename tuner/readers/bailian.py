@@ -90,11 +90,16 @@ def _parents(source: Source) -> dict[int, int]:
 
 
 def _root(chat: int, parents: dict[int, int]) -> int:
-    """Return the first chat of a turn's conversation, or the earliest that is known of it."""
+    """Return the first chat of a turn's conversation, or the earliest that is known of it.
+
+    What was walked through is short-cut for the turns that follow, and a circle is cut where it closes.
+    """
     seen = {chat}
     while (parent := parents.get(chat, ROOT)) != ROOT and parent not in seen:
         seen.add(parent)
         chat = parent
+    parents.update(dict.fromkeys(seen, chat))
+    parents.pop(chat, None)
     return chat
 
 

@@ -16,6 +16,7 @@ from tuner.readers.spool import Spool
 from tuner.transforms import Columns, Ints, Selection
 from tuner.workload import Request
 
+GREATEST_BLOCK = 2**63 - 1  # as `format.BlockId` has it
 FASTEST = 1000.0  # requests a second, beyond which a wrong unit of time is likelier
 
 
@@ -58,7 +59,7 @@ def shrunk(row: Request, changes: Changes) -> Request:
                         hint=f"use a divisor of {size}")  # fmt: skip
     return changed(
         row, input_len=-(-row.input_len // changes.shrink), output_len=-(-row.output_len // changes.shrink_output),
-        block_size=None if size is None else size // changes.shrink, prompt=None,
+        block_size=None if size is None else size // changes.shrink, prompt=row.prompt if changes.shrink == 1 else None,
     )  # fmt: skip
 
 
@@ -85,6 +86,7 @@ def plan(changes: Changes, spool: Spool) -> Plan:
     place, recorded = spool.sorted()
     columns, words = _clock(changes, recorded, rng)
     rows, said = _rate(changes, columns, rng)
+    _check_room(changes, spool, rows)
     parts = {"workload": rows}
     dropped = Counter({"thinned to the rate": len(columns) - len(np.unique(rows.row))})
     if changes.window is not None:
@@ -95,6 +97,15 @@ def plan(changes: Changes, spool: Spool) -> Plan:
     found = {name: replace(part, row=place[part.row]) for name, part in parts.items() if len(part)}
     words = [*_row_words(changes), *words, *said]
     return Plan(found, +dropped, tuple(words), tuple(_clock_notes(recorded)))
+
+
+def _check_room(changes: Changes, spool: Spool, rows: Selection) -> None:
+    """Refuse copies whose block ids would be larger than any reader takes."""
+    if (spool.greatest_block + 1) * (int(rows.copy.max()) + 1) > GREATEST_BLOCK:
+        raise SpecError(
+            f"--rate-scale {changes.rate_scale:g}: with block ids up to {spool.greatest_block} there are none left for "
+            f"the copies, which may go up to {GREATEST_BLOCK}", hint="number the trace's block ids from 0 on"
+        )  # fmt: skip
 
 
 def _row_words(changes: Changes) -> Iterator[str]:
@@ -132,9 +143,9 @@ def _rate(changes: Changes, columns: Columns, rng: np.random.Generator) -> tuple
     if not len(scaled):
         raise SpecError(f"--rate-scale {factor:g}: no row is left", hint="use a larger factor")
     how = "whole prefix groups and sessions kept" if factor < 1 else "shifted copies with relabelled ids"
-    span = columns.span or 1.0
-    rates = f"{len(rows) / span:.3g} -> {len(scaled) / span:.3g} requests/s"
-    words = f"rate scaled {factor:g}x ({how}, seed {changes.seed}): {len(scaled):,} of {len(rows):,} rows, {rates}"
+    words = f"rate scaled {factor:g}x ({how}, seed {changes.seed}): {len(scaled):,} of {len(rows):,} rows"
+    if span := columns.span:
+        words += f", {len(rows) / span:.3g} -> {len(scaled) / span:.3g} requests/s"
     return scaled.where(np.arange(len(scaled))), [words]
 
 

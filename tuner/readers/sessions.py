@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from tuner.readers.source import Tally
 from tuner.workload import Request
 
+AGAIN = "logged before under the same id"
 WRAPPER = "wraps another call of the file (the same request, seen from outside)"
 
 
@@ -26,11 +27,25 @@ class Calls:
 
 def settled(rows: Sequence[Request], calls: Calls, tally: Tally) -> list[Request]:
     """Return the rows that stand for a request each, the innermost where calls are nested, joined to sessions."""
-    outer = _outer(rows, calls)
-    kept = [place for place in range(len(rows)) if place not in outer]
-    for _ in outer:
-        tally.drop(WRAPPER)
+    again = _again(rows)
+    outer = _outer(rows, calls) - again
+    kept = [place for place in range(len(rows)) if place not in outer and place not in again]
+    for reason, places in ((AGAIN, again), (WRAPPER, outer)):
+        for _ in places:
+            tally.drop(reason)
     return linked([rows[place] for place in kept], [calls.ends[place] for place in kept])
+
+
+def _again(rows: Sequence[Request]) -> set[int]:
+    """Return the places of rows whose id stood before: an exporter that gets no answer sends once more."""
+    seen: set[str] = set()
+    found: set[int] = set()
+    for place, row in enumerate(rows):
+        if row.id in seen:
+            found.add(place)
+        elif row.id is not None:
+            seen.add(row.id)
+    return found
 
 
 def _outer(rows: Sequence[Request], calls: Calls) -> set[int]:

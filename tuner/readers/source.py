@@ -45,8 +45,8 @@ class Source:
                     raise self.refused(number, f"a line of more than {LONGEST_LINE >> 20} MiB", "is this a trace?")
                 if number == 1:
                     line = self._without_mark(line)  # noqa: PLW2901
-                if line := line.rstrip(b"\r\n"):
-                    yield number, line
+                if line.strip():
+                    yield number, line.rstrip(b"\r\n")
 
     def whole(self) -> bytes:
         """Return the whole file, for formats that are one document.
@@ -80,6 +80,10 @@ class Source:
 
     @contextmanager
     def _open(self) -> Iterator[IO[bytes]]:
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise SpecError(
+                f"{self.path}: no file that can be read twice", hint="write what a pipe holds to a file first"
+            )
         try:
             with self.path.open("rb") as plain:
                 is_zipped = plain.read(2) == GZIP

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tuner.transforms import Columns, Ints
-from tuner.workload import Request, encoded, group_of, relabelled
+from tuner.workload import FIRST_MARK, Request, encoded, group_of, relabelled, unused_mark
 
 
 @dataclass(slots=True)
@@ -20,10 +20,12 @@ class Spool:
     Attributes:
         file: where the rows are, a line each.
         greatest_block: the largest block id, -1 without any.
+        mark: what is in no name of a row.
     """
 
     file: IO[bytes]
     greatest_block: int = -1
+    mark: str = FIRST_MARK
     _arrival: "array[float]" = field(default_factory=lambda: array("d"))
     _input_len: "array[int]" = field(default_factory=lambda: array("i"))
     _output_len: "array[int]" = field(default_factory=lambda: array("i"))
@@ -44,6 +46,7 @@ class Spool:
         self._input_len.append(row.input_len)
         self._output_len.append(row.output_len)
         self._group.append(self._group_of(row))
+        self.mark = unused_mark(row, self.mark)
         if row.block_ids:
             self.greatest_block = max(self.greatest_block, max(row.block_ids))  # noqa: PLW3301 (faster so)
 
@@ -76,4 +79,4 @@ class Spool:
         with mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ) as rows:
             for at, number in zip(place.tolist(), copy.tolist(), strict=True):
                 row = decode(rows[self._end[at] : self._end[at + 1]])
-                yield relabelled(row, number, self.greatest_block + 1)
+                yield relabelled(row, number, self.greatest_block + 1, self.mark)

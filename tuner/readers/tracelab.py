@@ -35,7 +35,7 @@ class _Round(msgspec.Struct):
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class _Seen:
     """What the first reading keeps of a round."""
 
@@ -125,7 +125,7 @@ def _places(sessions: dict[str, list[_Seen]], size: int) -> dict[int, _Place]:
     fresh = 0
     for session, rounds in sessions.items():
         before: _Place | None = None
-        for count, seen in enumerate(sorted(rounds)):
+        for count, seen in enumerate(sorted(rounds, key=lambda seen: (seen.index, seen.arrival, seen.line))):
             blocks = -(-seen.input_len // size)
             shared = 0 if before is None else min(seen.prefix, before.input_len, seen.input_len) // size
             new = blocks - shared
