@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from tuner import intake, workload
 from tuner.errors import HostError, SpecError
+from tuner.readers import clock
 from tuner.readers.changes import Changes
+from tuner.readers.format import Options
+from tuner.readers.source import Source
 from tuner.reuse import ideal_hits
 from tuner.workload import Request
 
@@ -336,6 +339,17 @@ def test_copies_whose_ids_would_be_too_large_are_refused(tmp_path: Path) -> None
 
     with pytest.raises(SpecError, match="--rate-scale 2: with block ids up to"):
         imported(trace, tmp_path / "w", rate_scale=2)
+
+
+def test_the_rate_that_is_advised_is_taken(tmp_path: Path) -> None:
+    """Whoever does what the message says gets on."""
+    trace = tmp_path / "custom.jsonl"
+    trace.write_text('{"prompt": "a", "output_tokens": 5}\n')
+    with pytest.raises(SpecError) as caught:
+        clock.drawn(Options(), Source(trace))
+    advised = str(caught.value.hint).partition("--rate ")[2].split()[0]
+
+    assert intake.wanted(trace, tmp_path / "w", rate=advised).options.rate == 2
 
 
 def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
