@@ -332,6 +332,15 @@ def test_flags_about_counted_text_need_a_tokenizer(tmp_path: Path, flags: Any) -
         imported(spans, tmp_path / "w", **flags)
 
 
+def test_times_that_no_workload_may_have_are_refused(tmp_path: Path) -> None:
+    """What is written can be read again: a month, a million times as long, cannot."""
+    trace = tmp_path / "month.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,5\n2600000,5,5\n")
+
+    with pytest.raises(SpecError, match="--time-scale 900000: the last arrival"):
+        imported(trace, tmp_path / "w", time_scale=900_000.0)
+
+
 def test_copies_whose_ids_would_be_too_large_are_refused(tmp_path: Path) -> None:
     """Hashes of 63 bits leave no room for others: what is written can be read again."""
     trace = tmp_path / "hashes.jsonl"
