@@ -377,6 +377,17 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "w" / "workload.jsonl").read_text() == "mine"
 
 
+def test_a_traces_name_is_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
+    """Neither in the name of the folder that is made of it, nor where that is told."""
+    trace = tmp_path / "re\x1b[31md\n.jsonl"
+    trace.write_text(mooncake_row(0, [1]))
+    folder = intake.wanted(trace, None).out
+    found = intake.run(intake.wanted(trace, tmp_path / trace.stem))
+
+    assert folder == Path("workloads/re [31md")
+    assert all(line.isprintable() for line in intake.told(found))
+
+
 @pytest.mark.parametrize("name", ["gone", "empty"])
 def test_a_link_is_no_folder_to_make(tmp_path: Path, name: str) -> None:
     """A folder takes its name at the end, which a link has already, wherever it leads."""
