@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from tuner import intake, workload
 from tuner.errors import HostError, SpecError
+from tuner.readers import clock
 from tuner.readers.changes import Changes
+from tuner.readers.format import Options
+from tuner.readers.source import Source
 from tuner.reuse import ideal_hits
 from tuner.workload import Request
 
@@ -329,6 +332,15 @@ def test_flags_about_counted_text_need_a_tokenizer(tmp_path: Path, flags: Any) -
         imported(spans, tmp_path / "w", **flags)
 
 
+def test_times_that_no_workload_may_have_are_refused(tmp_path: Path) -> None:
+    """What is written can be read again: a month, a million times as long, cannot."""
+    trace = tmp_path / "month.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,5\n2600000,5,5\n")
+
+    with pytest.raises(SpecError, match="--time-scale 900000: the last arrival"):
+        imported(trace, tmp_path / "w", time_scale=900_000.0)
+
+
 def test_copies_whose_ids_would_be_too_large_are_refused(tmp_path: Path) -> None:
     """Hashes of 63 bits leave no room for others: what is written can be read again."""
     trace = tmp_path / "hashes.jsonl"
@@ -336,6 +348,17 @@ def test_copies_whose_ids_would_be_too_large_are_refused(tmp_path: Path) -> None
 
     with pytest.raises(SpecError, match="--rate-scale 2: with block ids up to"):
         imported(trace, tmp_path / "w", rate_scale=2)
+
+
+def test_the_rate_that_is_advised_is_taken(tmp_path: Path) -> None:
+    """Whoever does what the message says gets on."""
+    trace = tmp_path / "custom.jsonl"
+    trace.write_text('{"prompt": "a", "output_tokens": 5}\n')
+    with pytest.raises(SpecError) as caught:
+        clock.drawn(Options(), Source(trace))
+    advised = str(caught.value.hint).partition("--rate ")[2].split()[0]
+
+    assert intake.wanted(trace, tmp_path / "w", rate=advised).options.rate == 2
 
 
 def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
@@ -352,6 +375,17 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is there already"):
         imported(AZURE, tmp_path / "w")
     assert (tmp_path / "w" / "workload.jsonl").read_text() == "mine"
+
+
+def test_a_traces_name_is_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
+    """Neither in the name of the folder that is made of it, nor where that is told."""
+    trace = tmp_path / "re\x1b[31md\n.jsonl"
+    trace.write_text(mooncake_row(0, [1]))
+    folder = intake.wanted(trace, None).out
+    found = intake.run(intake.wanted(trace, tmp_path / trace.stem))
+
+    assert folder == Path("workloads/re [31md")
+    assert all(line.isprintable() for line in intake.told(found))
 
 
 @pytest.mark.parametrize("name", ["gone", "empty"])

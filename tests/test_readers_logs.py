@@ -56,6 +56,13 @@ def test_a_span_that_was_exported_twice_is_one_request(tmp_path: Path) -> None:
     assert ([row.source_line for row in rows], dict(tally.dropped)) == ([1, 2], {"logged before under the same id": 1})
 
 
+def test_ids_of_zeros_are_none(tmp_path: Path) -> None:
+    """OpenTelemetry calls them invalid: spans that have them are not one span logged again."""
+    rows, _ = read(written(tmp_path, jsonl(*[span(span_id="0" * 16)] * 3)))
+
+    assert [row.id for row in rows] == [None] * 3
+
+
 def test_an_otlp_document_may_be_written_over_many_lines(tmp_path: Path) -> None:
     """The same spans as one indented document: the same rows, with the lines on which their spans begin."""
     first = json.loads(VLLM_SPANS.read_text().splitlines()[0])

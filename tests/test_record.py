@@ -402,6 +402,7 @@ def test_a_taken_port_is_an_error(server: FakeServer, tmp_path: Path) -> None:
     ("words", "says"),
     [((), "--upstream and -o are needed"), (("--upstream", "127.0.0.1:8000", "-o", "w"), "not a URL of a server"),
      (("--upstream", "http://me:pw@x", "-o", "w"), "has a user in it"),
+     (("--upstream", "http://127.0.0.1:1/?api_key=abcdefgh", "-o", "w"), "api_key=*** not a URL of a server"),
      (("--upstream", "http://x", "-o", "w", "--rotate", "64"), "not a size"),
      (("--finish", "nowhere"), "not a recording's summary"), (("--finish", "w", "-o", "x"), "--finish goes alone")],
 )  # fmt: skip

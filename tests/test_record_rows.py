@@ -462,6 +462,15 @@ def test_what_is_kept_of_requests_is_bounded() -> None:
     assert (first.failure, second.failure, third.failure, room.left) == (None, CROWDED, CROWDED, 100)
 
 
+def test_a_kind_of_content_is_a_stream_in_any_case() -> None:
+    """Media types know no case (RFC 9110, 8.3.1)."""
+    exchange = Exchange(1, CHAT, 0.0, {}, Allowance())
+    exchange.answering(200, {"Content-Type": "Text/Event-Stream"})
+
+    assert exchange.reader is not None
+    assert exchange.reader.is_stream
+
+
 # --- Files ------------------------------------------------------------------------------------------------
 
 

@@ -255,6 +255,16 @@ def test_a_wrong_flag_is_named(tmp_path: Path, flags: dict[str, Any], words: str
         measure.wanted(str(tmp_path / "rows.jsonl"), **({"url": "http://127.0.0.1:1"} | flags))
 
 
+def test_a_replay_tells_what_was_done_to_its_rows(tmp_path: Path) -> None:
+    """What an import wrote beside the rows goes before what is done to them now."""
+    write_rows(tmp_path)
+    (tmp_path / "rows.jsonl").rename(tmp_path / "workload.jsonl")
+    (tmp_path / "source.json").write_text('{"transforms": ["SCALED: outputs divided by 4"]}')
+    asked = measure.wanted(str(tmp_path), "http://127.0.0.1:1", rate_scale=2.0)
+
+    assert [words.partition(" ")[0] for words in asked.workload.transforms] == ["SCALED:", "rate"]
+
+
 def test_a_late_replay_is_made_again_once() -> None:
     """The second attempt counts when it is on time; late twice is the host's fault; other faults are not repeated."""
     seen = Replay(records(Row([1.0])), 1.0, {}, {}, (), ("seen",))
@@ -358,6 +368,15 @@ def test_chat_sends_text_of_about_the_recorded_length(stub: Stub, tmp_path: Path
     assert {body["max_tokens"] for body in measured} == {6}
     assert any("off the recorded lengths by" in note for note in json.loads(ended.stdout)["notes"])
     assert "11 tokens for an empty chat" in ended.stderr
+
+
+def test_a_chat_without_the_recorded_prompts_says_so(stub: Stub, tmp_path: Path) -> None:
+    """Token ids cannot be sent there: the text that was has their lengths only."""
+    rows = [{"arrival_s": i / 10, "input_len": 30, "output_len": 6, "prompt": [9] * 30} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = tune(tmp_path, "rows.jsonl", "--url", stub.url, "--endpoint", "chat", "--warm-up", "0s", "--json")
+
+    assert [note for note in json.loads(ended.stdout)["notes"] if note.startswith("4 prompts are token ids")]
 
 
 def test_null_removes_a_key_from_every_request(stub: Stub, tmp_path: Path) -> None:

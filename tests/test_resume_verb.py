@@ -126,6 +126,19 @@ def test_rows_that_were_changed_are_refused(project: Project) -> None:
     assert len(measured(project)) == 2
 
 
+def test_the_card_of_a_run_says_where_its_rows_came_from(project: Project) -> None:
+    """A run of scaled rows is not shown as one of those that were recorded."""
+    made = project.folder / "workloads" / "small"
+    made.mkdir(parents=True)
+    (project.folder / "rows.jsonl").rename(made / "workload.jsonl")
+    (made / "source.json").write_text('{"source": "trace.csv", "transforms": ["SCALED: outputs divided by 4"]}')
+    project.tune("run", "s.yaml", "--mlflow", "off", "--trials", "1", "--workload", "small")
+
+    page = (project.folder / "runs/fake/workload/card.md").read_text()
+    assert "SCALED: outputs divided by 4" in page
+    assert "source: trace.csv" in page
+
+
 def test_a_card_that_was_cut_off_is_written_again(project: Project) -> None:
     """The page comes after its picture; the resumed run tells the same of the rows, under their own name."""
     project.tune("run", "s.yaml", "--mlflow", "off", "--trials", "1")

@@ -32,7 +32,7 @@ from tuner.replay.remote import base_of
 from tuner.results import TrialResult, front, limits
 from tuner.seams import Measurement, Sink
 from tuner.serving import Json
-from tuner.sinks import aside, card, replayed
+from tuner.sinks import aside, card, provenance, replayed
 from tuner.sinks import verdict as words
 from tuner.sinks.bench import to_bench
 from tuner.sinks.console import ConsoleSink
@@ -70,6 +70,7 @@ def run(plan: Plan, where: Where) -> int:
         storage.close(storage.open_storage(where.storage))  # a mistake here leaves no run folder behind
     folder = RunFolder.create(where.runs, plan.spec)
     rows = folder.keep_rows(plan.workload)
+    provenance.copy(specs.find_workload(plan.spec.workload.path, plan.source), folder.path / "workload")
     shutil.copyfile(plan.source, folder.path / "study-as-written.yaml")
     begun = Origin(
         uid=origin.new_uid(), study_name=folder.path.name, study=origin.digest_of_study(folder.spec),

@@ -26,6 +26,7 @@ from tuner.readers.source import Source, Tally
 from tuner.readers.spool import Spool
 from tuner.sinks import provenance
 from tuner.sinks.provenance import Provenance
+from tuner.sinks.words import plain
 from tuner.workload import Fingerprint, Request, encoded
 
 SOURCE = "source.json"
@@ -124,7 +125,7 @@ def wanted(source: Path, out: Path | None, **flags: Any) -> Wanted:
     options = Options(**{OPTIONS[name][0]: OPTIONS[name][1](given[name]) for name in OPTIONS if name in given},
                       seed=given.get("seed", 0))  # fmt: skip
     name = source.name.removesuffix(".gz")
-    folder = out if out is not None else Path("workloads") / (name.rpartition(".")[0] or name)
+    folder = out if out is not None else Path("workloads") / plain(name.rpartition(".")[0] or name)
     return Wanted(file.path, kind, folder, options, "skip_damaged" in given, Changes(**changes))
 
 
@@ -222,7 +223,7 @@ def told(found: Imported) -> Iterator[str]:
     dropped = sum(found.dropped.values())
     why = f" ({_reasons(found.dropped)})" if dropped else ""
     rows = f"{found.read:,} rows read = {found.read - dropped:,} kept + {dropped:,} dropped{why}"
-    yield f"{found.folder}: {found.format}, {rows}"
+    yield f"{plain(found.folder)}: {found.format}, {rows}"
     yield "  " + ", ".join(f"{name}.jsonl {rows:,} rows" for name, rows in found.files.items())
 
 

@@ -7,8 +7,8 @@ clock starts: flags, the server, the model, lengths that do not fit.
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from tuner.replay.prompts import CHAT, COMPLETIONS, DIGITS, LEAST_VOCABULARY, PA
 from tuner.results import Repeat, combine
 from tuner.seams import Measurement, Member, Progress, Replay
 from tuner.serving import Json, Role
+from tuner.sinks import provenance
 from tuner.slo import Slo
 from tuner.spec import FOLLOW, SESSIONS
 from tuner.workload import Workload
@@ -63,7 +64,10 @@ def wanted(
     Raises:
         SpecError: names the flag that is wrong.
     """
-    rows = workloads.load(specs.find_workload(workload, None))
+    folder = specs.find_workload(workload, None)
+    rows = workloads.load(folder)
+    if (origin := provenance.read(folder)) is not None:
+        rows = replace(rows, transforms=origin.transforms)
     seed = secrets.randbelow(2**31) if seed is None else seed
     if rate_scale is not None:
         rows = workloads.scale_rate(rows, rate_scale, seed)
@@ -220,7 +224,7 @@ def _replay(
             seen, ttft_limit=tightest(asked.slos, "ttft"), itl_limit=tightest(asked.slos, "itl"), keys=keys,
             endpoint=asked.endpoint,
         )  # fmt: skip
-        return (*_prompt_notes(seen, asked.endpoint), *_cache_notes(seen, asked.workload), *cautions)
+        return (*_prompt_notes(seen, asked.endpoint), *_made_up(asked), *_cache_notes(seen, asked.workload), *cautions)
 
     return attempts.valid(once, judge)
 
@@ -233,6 +237,12 @@ def _prompt_notes(seen: Replay, endpoint: str) -> list[str]:
         return []
     middle, most = np.percentile(off, 50), np.percentile(np.abs(off), 99)
     return [f"prompts are off the recorded lengths by {middle:+.0f} tokens (p50), {most:.0f} at the 99th percentile"]
+
+
+def _made_up(asked: Wanted) -> Iterator[str]:
+    """Say when prompts of their own could not be sent: a chat endpoint takes no token ids."""
+    if asked.endpoint == CHAT and (n := sum(isinstance(row.prompt, tuple) for row in asked.workload.requests)):
+        yield f"{n} prompts are token ids, which a chat cannot be sent: made-up text of their lengths was"
 
 
 def _cache_notes(seen: Replay, workload: Workload) -> list[str]:

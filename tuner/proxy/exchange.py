@@ -83,7 +83,7 @@ class Exchange:
         elif any(said.get("Content-Encoding", "identity") != "identity" for said in (headers, self.headers)):
             self.fail(COMPRESSED)
         elif self.endpoint is not None and self.failure is None:
-            self.reader = Reader(headers.get("Content-Type", "").startswith("text/event-stream"))
+            self.reader = Reader(headers.get("Content-Type", "").lower().startswith("text/event-stream"))
 
     def answered(self, data: bytes) -> None:
         """Read a part of the answer."""

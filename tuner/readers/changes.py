@@ -14,7 +14,7 @@ from tuner import reuse, transforms
 from tuner.errors import SpecError
 from tuner.readers.spool import Spool
 from tuner.transforms import Columns, Ints, Selection
-from tuner.workload import Request
+from tuner.workload import LATEST, Request
 
 GREATEST_BLOCK = 2**63 - 1  # as `format.BlockId` has it
 FASTEST = 1000.0  # requests a second, beyond which a wrong unit of time is likelier
@@ -128,6 +128,9 @@ def _clock(changes: Changes, columns: Columns, rng: np.random.Generator) -> tupl
         words.append(f"arrivals spread evenly inside their steps of {steps.step:.3g} s (seed {changes.seed})")
     if changes.time_scale != 1:
         arrival = arrival * changes.time_scale
+        if arrival[-1] - arrival[0] > LATEST:
+            raise SpecError(f"--time-scale {changes.time_scale:g}: the last arrival would be later than any clock",
+                            hint="use a smaller factor")  # fmt: skip
         words.append(
             f"recorded times multiplied by {changes.time_scale:g}: "
             "bursts, and the gaps between uses of a prefix, change with them"

@@ -23,7 +23,7 @@ def drawn(options: Options, source: Source) -> tuple[Callable[[], float], str]:
         raise source.refused(
             None,
             "these requests have no arrival times" if rate is None else f"--rate {rate:g} is no rate",
-            "say how many a second, and they are drawn: --rate 2 (and --seed 1 for others)",
+            "say how many a second, and they are drawn: --rate 2/s (and --seed 1 for others)",
         )
     gap, now = np.random.default_rng(options.seed), 0.0
 

@@ -223,13 +223,17 @@ def _make(options: Options, tally: Tally, calls: Calls) -> Row:
 
 
 def _names(span: _Span) -> tuple[str | None, str | None]:
-    """Return the span's id and that of the span it is in, each with its trace's."""
+    """Return the span's id and that of the span it is in, each with its trace's; an id of zeros is none."""
     context = span.context or _Context()
     trace = span.trace_id or span.traceId or context.trace_id
     own = span.span_id or span.spanId or context.span_id
     outer = span.parent_span_id or span.parentSpanId or span.parent_id
     prefix = f"{trace}/" if trace else ""
-    return f"{prefix}{own}" if own else None, f"{prefix}{outer}" if outer else None
+    return _full(prefix, own), _full(prefix, outer)
+
+
+def _full(prefix: str, name: str | None) -> str | None:
+    return f"{prefix}{name}" if name and name.strip("0") else None
 
 
 def _attributes(span: _Span) -> _Attributes:

@@ -49,6 +49,7 @@ def base_of(url: str, flag: str = "--url", *, keys: str = "a key goes into VLLM_
     try:
         parts = urlsplit(base)
         is_fine = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        is_fine = is_fine and not (parts.query or parts.fragment)  # no path goes behind those, and keys stand there
     except ValueError:
         is_fine = False
     if not is_fine:

@@ -6,10 +6,12 @@ of them goes through `plain`. A workload without them is as good.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.sinks.runfolder import write_atomically
 from tuner.sinks.words import plain
 
 FILES = ("source.json", "recording.json")
@@ -60,6 +62,18 @@ def read(folder: Path) -> Provenance | None:
         transforms=tuple(text for one in found for text in one.transforms),
         notes=tuple(text for one in found for text in one.notes),
     )
+
+
+def copy(workload: Path, folder: Path) -> None:
+    """Take along what is written about the origin of a workload's rows; nothing where they are a file of their own.
+
+    Raises:
+        HostError: the disk is full or the folder cannot be written.
+    """
+    for file in (workload / name for name in FILES):
+        if file.is_file():
+            with suppress(OSError), file.open("rb") as opened:  # it may not be ours to read
+                write_atomically(folder / file.name, opened.read(LARGEST))
 
 
 def _of(file: Path) -> Provenance:
