@@ -221,7 +221,7 @@ def test_dry_run_shows_everything_and_starts_nothing(project: Project) -> None:
 
 
 def test_kill_minus_9_leaves_no_server(project: Project) -> None:
-    """The guardian ends the servers within 10 s when tune is killed."""
+    """The guardian ends the servers within 10 s when tune is killed; the run says which trial was cut off."""
     running = project.start(
         "run", "s.yaml", "--mlflow", "off", FAKE_VLLM=json.dumps({"freeze_at": 0.1, "freeze_for": 60})
     )
@@ -233,6 +233,7 @@ def test_kill_minus_9_leaves_no_server(project: Project) -> None:
     finally:
         running.kill()
         running.communicate()
+    assert "trial 0 was begun and has no result" in project.tune("show", "runs/fake").stdout
 
 
 @pytest.mark.once

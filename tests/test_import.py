@@ -194,6 +194,15 @@ def test_steps_are_spread_inside_themselves(tmp_path: Path) -> None:
     assert said["transforms"] == ["arrivals spread evenly inside their steps of 3 s (seed 0)"]
 
 
+def test_a_raised_rate_does_not_hide_the_steps(tmp_path: Path) -> None:
+    """Copies lie beside one another on a clock that looks finer: the note says whose bursts those are."""
+    stepped = imported(MOONCAKE, tmp_path / "twice", rate_scale=2)
+    spread = imported(MOONCAKE, tmp_path / "spread", rate_scale=2, spread_steps=True)
+
+    assert any("steps of 3 s" in note for note in stepped["notes"])
+    assert not any("steps" in note for note in spread["notes"])
+
+
 def test_steps_that_are_none_are_not_spread(tmp_path: Path) -> None:
     """A continuous clock is refused, by the flag's name."""
     with pytest.raises(SpecError, match="--spread-steps"):
@@ -266,7 +275,7 @@ def test_what_was_done_to_a_workload_is_told_of_those_made_of_it(tmp_path: Path)
 
     assert second["transforms"][:-1] == first["transforms"]
     assert second["transforms"][-1].startswith("rate scaled 0.5x")
-    assert [note for note in second["notes"] if "history.jsonl and confirm.jsonl stay behind" in note]
+    assert any("history.jsonl, confirm.jsonl, confirm_history.jsonl stay behind" in note for note in second["notes"])
 
 
 def test_the_busiest_window_is_not_the_typical_one(tmp_path: Path) -> None:

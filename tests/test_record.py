@@ -93,7 +93,8 @@ def test_each_request_is_a_row_or_has_a_reason(left: tuple[Recorder, str]) -> No
     assert "requests: 7, of which 4 are rows" in said
     assert "not written: 1 (no usage in the stream: ask for stream_options.include_usage)" in said
     assert "not written: 1 (answered with status 404)" in said
-    assert sorted(path.name for path in recorder.folder.iterdir()) == ["recording.json", "workload.jsonl"]
+    files = {path.name for path in recorder.folder.iterdir()}
+    assert files == {"recording.json", "workload.jsonl", "README.md", "card.png"}
 
 
 def test_lengths_and_turns_are_the_servers(left: tuple[Recorder, str]) -> None:

@@ -282,3 +282,12 @@ def test_what_would_put_servers_on_each_other_is_refused(line: str, words: str) 
     """One GPU for two servers, sizes that are none, a side channel for all, a connector that proves nothing."""
     with pytest.raises(SpecError, match=words):
         spec.parse(f"name: x\nmodel: m\nworkload: w\ntopologies: [1p1d]\n{line}\n", "s.yaml")
+
+
+def test_a_recording_that_was_cut_off_is_no_workload_yet(tmp_path: Path) -> None:
+    """Whoever names it is told how to make one of it."""
+    (tmp_path / "recording-0001.jsonl").write_text("")
+
+    with pytest.raises(SpecError) as caught:
+        spec.find_workload(str(tmp_path), None)
+    assert caught.value.hint == f"make a workload of it: tune record --finish {tmp_path}"

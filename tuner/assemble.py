@@ -331,9 +331,19 @@ def show(target: Path) -> str:
     if not _is_workload(target):
         folder = RunFolder.open(target)
         spec, results = folder.spec, folder.read_all()
-        return _rendered(words.render_trials(spec, results)) + words.verdict(spec, results) + "\n"
+        told = _rendered(words.render_trials(spec, results)) + words.verdict(spec, results) + "\n"
+        return told + _interrupted(folder, results)
     workload = workloads.load(target)
     return _rendered(card.render(card.of(workload, target if target.is_dir() else None)))
+
+
+def _interrupted(folder: RunFolder, results: Sequence[TrialResult]) -> str:
+    """Say which trial was cut off, if the run's last one was and nobody is at it."""
+    begun = max((int(p.name) for p in (folder.path / "trials").glob("[0-9]*") if p.name.isdigit()), default=-1)
+    if begun <= max((result.number for result in results), default=-1):
+        return ""
+    resume = f"{as_typed('tune')} run --resume {shlex.quote(str(folder.path))}"
+    return f"trial {begun} was begun and has no result; unless it is running, go on with: {resume}\n"
 
 
 def import_trace(wanted: intake.Wanted) -> str:
@@ -394,6 +404,7 @@ def record(upstream: str, out: Path, *, host: str, port: int, keeps_prompts: boo
     base = base_of(upstream, "--upstream", keys="the keys of clients pass through")
     wanted = recorder.Wanted(base, host, port, out, keeps_prompts, recording.parse_size(rotate))
     done = recorder.run(wanted, _say)
+    _keep_recordings_card(out)
     print(_recorded(out, done.summary), end="", flush=True)
     return ExitCode.OK if done.is_whole else ExitCode.HOST
 
@@ -402,8 +413,16 @@ def finish_recording(folder: Path) -> int:
     """Make a workload of a recording that was cut off; return the exit code."""
     with recording.held(folder):
         summary = recording.finish(folder)
+    _keep_recordings_card(folder)
     print(_recorded(folder, summary), end="", flush=True)
     return ExitCode.OK
+
+
+def _keep_recordings_card(folder: Path) -> None:
+    """Leave the card of what was recorded beside its rows; a recording is whole without it."""
+    if _is_workload(folder):
+        with suppress(HostError):
+            card.write(folder, workloads.load(folder))
 
 
 def _recorded(folder: Path, summary: recording.Summary) -> str:

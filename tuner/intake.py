@@ -30,7 +30,7 @@ from tuner.sinks.words import plain
 from tuner.workload import Fingerprint, Request, encoded
 
 SOURCE = "source.json"
-ROWS, BESIDE = "workload.jsonl", ("history.jsonl", "confirm.jsonl")
+ROWS, BESIDE = "workload.jsonl", ("history.jsonl", "confirm.jsonl", "confirm_history.jsonl")
 NO_SHRUNK_PROMPT = "prompts left out, and what they share: a text cannot be divided (--shrink)"
 LARGEST_SCALE = 1e6
 
@@ -215,7 +215,7 @@ def _left_behind(wanted: Wanted) -> Iterator[str]:
     """Say which rows of a workload of ours were not read."""
     beside = [name for name in BESIDE if wanted.source.name == ROWS and wanted.source.with_name(name).is_file()]
     if beside:
-        yield f"only {ROWS} was read of the source: its {' and '.join(beside)} stay behind"
+        yield f"only {ROWS} was read of the source: its {', '.join(beside)} stay behind"
 
 
 def told(found: Imported) -> Iterator[str]:

@@ -412,6 +412,9 @@ def find_workload(path: str, study: Path | None) -> Path:
     for candidate in tried:
         if candidate.is_file() or (candidate / "workload.jsonl").is_file():
             return candidate.resolve()
+        if candidate.is_dir() and any(candidate.glob("recording-*.jsonl")):
+            raise SpecError(f"workload: {path}: a recording that was cut off, or still goes on",
+                            hint=f"make a workload of it: tune record --finish {candidate}")  # fmt: skip
     names = sorted({p.parent.name for base in places(study) for p in base.glob("workloads/*/workload.jsonl")})
     close = difflib.get_close_matches(path, names, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names) or 'none'}"

@@ -170,6 +170,8 @@ async def _check_answers(http: aiohttp.ClientSession, base: str) -> None:
                 if answer.status < 500:
                     return
                 why = f"it answers {answer.status}"
+        except aiohttp.ClientConnectorError as error:
+            why = f"nobody answers there: {error.strerror or error}"
         except (aiohttp.ClientError, OSError) as error:
             why = str(error) or f"nothing within {START_DEADLINE:.0f} s"
     raise HostError(f"--upstream {base}: {why}", hint="is the server up, and --upstream right?")

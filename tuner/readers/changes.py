@@ -96,7 +96,7 @@ def plan(changes: Changes, spool: Spool) -> Plan:
         dropped["outside the windows"] = len(np.unique(rows.row)) - len(kept)
     found = {name: replace(part, row=place[part.row]) for name, part in parts.items() if len(part)}
     words = [*_row_words(changes), *words, *said]
-    return Plan(found, +dropped, tuple(words), tuple(_clock_notes(recorded)))
+    return Plan(found, +dropped, tuple(words), tuple(_clock_notes(changes, recorded)))
 
 
 def _check_room(changes: Changes, spool: Spool, rows: Selection) -> None:
@@ -123,7 +123,8 @@ def _clock(changes: Changes, columns: Columns, rng: np.random.Generator) -> tupl
     if changes.spread_steps:
         steps = transforms.clock_steps(arrival)
         if steps is None:
-            raise SpecError("--spread-steps: the clock of this trace does not go in steps", hint="leave the flag out")
+            raise SpecError("--spread-steps: the clock of this trace does not go in steps",
+                            hint="leave the flag out; where a rate was raised, spread the trace itself")  # fmt: skip
         arrival = transforms.spread(arrival, steps.step, rng)
         words.append(f"arrivals spread evenly inside their steps of {steps.step:.3g} s (seed {changes.seed})")
     if changes.time_scale != 1:
@@ -152,8 +153,13 @@ def _rate(changes: Changes, columns: Columns, rng: np.random.Generator) -> tuple
     return scaled.where(np.arange(len(scaled))), [words]
 
 
-def _clock_notes(columns: Columns) -> Iterator[str]:
+def _clock_notes(changes: Changes, columns: Columns) -> Iterator[str]:
     n, span = len(columns), columns.span
+    if changes.rate_scale > 1 and not changes.spread_steps and (steps := transforms.clock_steps(columns.arrival)):
+        yield (
+            f"the recording's clock goes in steps of {steps.step:.3g} s, with up to {steps.most:,} requests on one, "
+            "and so does each copy, at times of its own: most of such a burst is the recorder's (--spread-steps)"
+        )
     if n > 1 and (not span or n / span > FASTEST):
         yield f"{n:,} requests in {span:g} s: is the unit of time right? (--time-unit, --time-scale)"
 

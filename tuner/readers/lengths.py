@@ -15,6 +15,7 @@ TOOLS = "no token counts, and tool calls in the prompt, whose tokens depend on t
 NO_TEMPLATE = "chats counted without their template's tokens (--template-tokens)"
 FITTED = "the tokenizer's count is not the recorded length: block ids are cut or filled to what was recorded"
 NOT_KEPT = "not kept as prompts, block ids stand for them: chats, and text of another count than recorded"
+NOT_HASHED = "text is there, and --tokenizer would make block ids of it: without, no prefix is shared"
 FILLER = -1  # no token
 
 
@@ -77,6 +78,8 @@ class Ruler:
         if tokens is None or prompt is None:
             if recorded is None:
                 raise Dropped(UNCOUNTED if prompt is not None else NOTHING_TO_COUNT)
+            if prompt is not None and self.options.tokenize is None:
+                self.tally.note(NOT_HASHED, number)
             return Measured(recorded)
         if recorded is None:
             recorded = len(tokens) + self._template(prompt, number)

@@ -15,6 +15,7 @@ from tuner.replay.counters import fetch
 from tuner.reuse import Prefixes, ideal_hits
 from tuner.seams import Member, Tally
 from tuner.serving import Role
+from tuner.shape import SERVER_BLOCK
 from tuner.workload import Request, Workload
 
 _INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}\s", re.MULTILINE)
@@ -153,6 +154,11 @@ def _ideal(workload: Workload, warmed: Sequence[Request], block_size: int) -> di
 
 
 def _notes(workload: Workload, cache: Cache | None, rows: Sequence[Request]) -> Iterator[str]:
+    if cache is not None and cache.block_size != SERVER_BLOCK:
+        yield (
+            f"prefix hits are counted in this server's blocks of {cache.block_size} tokens (a workload's card: in "
+            f"blocks of {SERVER_BLOCK}): what is shared of less than a block cannot be hit"
+        )
     if not workload.history:
         return
     if cache is None or cache.capacity is None:
