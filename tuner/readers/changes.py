@@ -150,6 +150,10 @@ def _rate(changes: Changes, columns: Columns, rng: np.random.Generator) -> tuple
     words = f"rate scaled {factor:g}x ({how}, seed {changes.seed}): {len(scaled):,} of {len(rows):,} rows"
     if span := columns.span:
         words += f", {len(rows) / span:.3g} -> {len(scaled) / span:.3g} requests/s"
+    for width in (1.0, 10.0):
+        if span >= 10 * width:
+            before, after = (transforms.dispersion(part.arrival, width, span) for part in (rows, scaled))
+            words += f", dispersion at {width:g} s {before:.2f} -> {after:.2f}"
     return scaled.where(np.arange(len(scaled))), [words]
 
 
@@ -171,7 +175,8 @@ def _windows(
     length: float, spool: Spool, place: Ints, columns: Columns, rows: Selection
 ) -> tuple[dict[str, Selection], list[str]]:
     """Return the window, the one for confirmation and what each will hit of what came before, and say so."""
-    now = Columns(rows.arrival, columns.input_len[rows.row], columns.output_len[rows.row], columns.group[rows.row])
+    group = columns.group[rows.row] * (1 + rows.copy.max(initial=0)) + rows.copy  # copies share nothing
+    now = Columns(rows.arrival, columns.input_len[rows.row], columns.output_len[rows.row], group)
     chosen = transforms.choose_windows(now, length) if now.span >= length else ()
     if not chosen:
         why = "no window has two requests" if now.span >= length else f"the trace lasts {now.span:g} s"
