@@ -17,7 +17,7 @@ from tuner.records import Floats
 from tuner.replay.counters import parse_counters
 from tuner.replay.stream import Completion, EventParser
 
-pytestmark = pytest.mark.timing
+pytestmark = [pytest.mark.timing, pytest.mark.once]
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}

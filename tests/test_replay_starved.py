@@ -20,7 +20,7 @@ from tuner.replay import run
 from tuner.replay.gate import judge
 from tuner.seams import Replay
 
-pytestmark = pytest.mark.timing
+pytestmark = [pytest.mark.timing, pytest.mark.once]
 
 CLIENT = """
 import json, os, sys

@@ -29,7 +29,7 @@ from tuner.sinks.ticker import Ticker
 from tuner.slo import parse
 from tuner.workload import Request
 
-pytestmark = pytest.mark.timing
+pytestmark = [pytest.mark.timing, pytest.mark.once]
 
 # From vLLM 0.26.0, vllm/benchmarks/serve.py: main_async and benchmark, percentile metrics ttft, tpot, itl, e2el.
 BENCH_KEYS = set(
