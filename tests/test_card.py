@@ -17,8 +17,9 @@ from rich.console import Console
 
 from tuner import intake
 from tuner import workload as workloads
-from tuner.assemble import import_trace, show
+from tuner.assemble import show
 from tuner.errors import HostError
+from tuner.gather import import_trace
 from tuner.sinks import card, provenance, traffic
 from tuner.workload import Request, Workload, to_jsonl
 

@@ -389,6 +389,14 @@ def test_the_rate_that_is_advised_is_taken(tmp_path: Path) -> None:
     assert intake.wanted(trace, tmp_path / "w", rate=advised).options.rate == 2
 
 
+def test_text_without_lengths_asks_for_a_tokenizer(tmp_path: Path) -> None:
+    """Spans without usage leave no row; the message says how their text is counted."""
+    with pytest.raises(SpecError, match="none of 4 rows is left") as caught:
+        imported(TRACES / "otel_genai_spans" / "fan_in_dependencies.json", tmp_path / "w")
+
+    assert caught.value.hint == "name the model's tokenizer: --tokenizer FOLDER or MODEL"
+
+
 def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     """512 tokens a block cannot be a third."""
     with pytest.raises(SpecError, match="--shrink 3: blocks of 512"):

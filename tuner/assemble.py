@@ -1,21 +1,17 @@
 """The switchboard: the only place that picks implementations and joins the rooms into what a verb does."""
 
-import io
 import json
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tuner import export as exporting
-from tuner import intake, measure, origin, units
+from tuner import gather, measure, origin, units
 from tuner import plan as plans
 from tuner import spec as specs
 from tuner import workload as workloads
@@ -27,15 +23,13 @@ from tuner.evaluate import LiveEvaluator
 from tuner.origin import Address, Origin
 from tuner.outside import without_secret
 from tuner.plan import Plan
-from tuner.proxy import recorder, recording
-from tuner.replay.remote import base_of
 from tuner.results import TrialResult, front, limits
 from tuner.seams import Measurement, Sink
 from tuner.serving import Json
 from tuner.sinks import aside, card, provenance, replayed
 from tuner.sinks import verdict as words
 from tuner.sinks.bench import to_bench
-from tuner.sinks.console import ConsoleSink
+from tuner.sinks.console import ConsoleSink, rendered, say
 from tuner.sinks.runfolder import RunFolder, make_folder, write_atomically, write_json
 from tuner.sinks.ticker import Ticker
 from tuner.sinks.topologies import is_on_cpu
@@ -45,7 +39,6 @@ from tuner.study.loop import Study
 from tuner.workload import Workload
 
 SYNCING = 1800.0  # seconds that `show --sync` may take, as long as MLflow gets on
-MOST_ROWS_OF_A_CARD = 200_000  # of a kilobyte and more each while it is made
 STORAGE, MLFLOW = "TUNE_STORAGE", "TUNE_MLFLOW"  # an address with a password need not stand in a process list
 NIXL_PLUGIN = Path(__file__).resolve().parent / "inside_vllm" / "nixl_idle"
 
@@ -129,7 +122,7 @@ def _remembered(begun: Origin, where: Where) -> Where:
         )
     if where.mlflow is None and begun.mlflow.lacks_password and not (mlflow := os.environ.get(MLFLOW)):
         mlflow = begun.mlflow.text
-        _say(f"the password for MLflow at {mlflow} was not written down: if it asks, give --mlflow again, "
+        say(f"the password for MLflow at {mlflow} was not written down: if it asks, give --mlflow again, "
              f"or set {MLFLOW}")  # fmt: skip
     return replace(where, storage=kept, mlflow=mlflow)
 
@@ -165,9 +158,9 @@ def _continue(folder: RunFolder, spec: StudySpec, begun: Origin, workload: Workl
             hint="go on where it was begun, or start a new run",
         )
     for pid in end_leftovers(folder.path / "processes.jsonl"):
-        _say(f"ended process {pid}, left over from the interrupted run")
+        say(f"ended process {pid}, left over from the interrupted run")
     for file in folder.set_damaged_aside():
-        _say(f"{file}: damaged; kept as {file.name}.damaged, and its trial is measured again")
+        say(f"{file}: damaged; kept as {file.name}.damaged, and its trial is measured again")
     return _conduct(replace(found, baseline=begun.baseline), folder, begun, where)
 
 
@@ -193,7 +186,7 @@ def _plugin(plan: Plan) -> Path | None:
 
 def _conduct(plan: Plan, folder: RunFolder, begun: Origin, where: Where) -> int:
     for note in plan.notes:
-        _say(note)
+        say(note)
     spec = plan.spec
     _keep_card(folder, plan.workload)
     launcher = LocalLauncher(
@@ -206,9 +199,9 @@ def _conduct(plan: Plan, folder: RunFolder, begun: Origin, where: Where) -> int:
     mirror = _mirror(folder, spec, begun, plan.workload, where)
     sinks: list[Sink] = [ConsoleSink(), *([mirror] if mirror else [])]
     url, shared = where.storage or folder.storage, where.storage is not None
-    _say(f"run folder {folder.path}; continue it after an interruption with: {_resuming(folder)}")
+    say(f"run folder {folder.path}; continue it after an interruption with: {_resuming(folder)}")
     try:
-        with store.opened(begun.study_name, begun.uid, url, _say, shared=shared) as (study, check_writer):
+        with store.opened(begun.study_name, begun.uid, url, say, shared=shared) as (study, check_writer):
             results = Study(
                 spec, study, folder, evaluator, sinks, plan.host, plan.baseline, begun.vllm_version, check_writer
             ).run()
@@ -226,17 +219,13 @@ def _resuming(folder: RunFolder) -> str:
     return f"{as_typed('tune')} run --resume {shlex.quote(str(folder.path))}"
 
 
-def _say(text: str) -> None:
-    print(f"tune: {text}", file=sys.stderr, flush=True)
-
-
 def _mirror(folder: RunFolder, spec: StudySpec, begun: Origin, workload: Workload, where: Where) -> Any:
     """Return MLflow as a sink that cannot hold the study up, None without MLflow."""
     if where.mlflow == "off":
         return None
     pace = aside.Pace()
     published = _mlflow(folder, spec, begun, workload, where.mlflow, surrounding=pace.call)
-    return aside.Aside(published, pace, _say, _syncing(folder))
+    return aside.Aside(published, pace, say, _syncing(folder))
 
 
 def _mlflow(
@@ -253,7 +242,7 @@ def _mlflow(
         workload=pages.WorkloadFacts.of(workload),
         experiment=f"{pages.short_model(spec.model)} on {workload.name}",
         vllm_version=begun.vllm_version,
-        warn=_say,
+        warn=say,
         **more,
     )
 
@@ -272,10 +261,10 @@ def sync(path: Path, where: Where) -> str:
         if where.mlflow == "off":
             raise SpecError(f"{path}: was begun with --mlflow off", hint="say where: --mlflow URI")
         if where.mlflow:
-            _say(f"sending {folder.path} to MLflow at {without_secret(where.mlflow)}")
+            say(f"sending {folder.path} to MLflow at {without_secret(where.mlflow)}")
         pace = aside.Pace()
         published = _mlflow(folder, spec, begun, _workload(folder, begun), where.mlflow, surrounding=pace.call)
-        mirror = aside.Aside(published, pace, _say, _syncing(folder), SYNCING)
+        mirror = aside.Aside(published, pace, say, _syncing(folder), SYNCING)
         mirror.study_started(spec, results)
         mirror.study_ended(results)
     if not mirror.synced:
@@ -312,48 +301,29 @@ def _front_table(spec: StudySpec, results: Sequence[TrialResult]) -> str:
     x, y = spec.objective_metrics
     numbers = {r.number for r in front(results, x, y)}
     shown = numbers | {r.number for r in results if r.label and r.is_measured and r.same_as is None}
-    return f"Pareto front of {x} against {y}:\n{_rendered(words.render_trials(spec, results, only=shown))}"
-
-
-def _rendered(renderable: Any) -> str:
-    out = io.StringIO()
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else 120
-    Console(file=out, width=width, force_terminal=terminal, no_color=not terminal).print(renderable)
-    return out.getvalue()
+    return f"Pareto front of {x} against {y}:\n{rendered(words.render_trials(spec, results, only=shown))}"
 
 
 def show(target: Path) -> str:
     """Return a run's trials, front and verdict, or a workload's card."""
-    if not (target / "study.yaml").is_file() and not _is_workload(target):
+    if not (target / "study.yaml").is_file() and not gather.is_workload(target):
         with suppress(SpecError):
             target = specs.find_workload(str(target), None)
-    if not _is_workload(target):
+    if not gather.is_workload(target):
         folder = RunFolder.open(target)
         spec, results = folder.spec, folder.read_all()
-        told = _rendered(words.render_trials(spec, results)) + words.verdict(spec, results) + "\n"
+        told = rendered(words.render_trials(spec, results)) + words.verdict(spec, results) + "\n"
         return told + _interrupted(folder, results)
-    workload = workloads.load(target)
-    return _rendered(card.render(card.of(workload, target if target.is_dir() else None)))
+    return gather.card_of(target)
 
 
 def _interrupted(folder: RunFolder, results: Sequence[TrialResult]) -> str:
-    """Say which trial was cut off, if the run's last one was and nobody is at it."""
+    """Say which trial was begun last, if it has no result."""
     begun = max((int(p.name) for p in (folder.path / "trials").glob("[0-9]*") if p.name.isdigit()), default=-1)
     if begun <= max((result.number for result in results), default=-1):
         return ""
     resume = f"{as_typed('tune')} run --resume {shlex.quote(str(folder.path))}"
     return f"trial {begun} was begun and has no result; unless it is running, go on with: {resume}\n"
-
-
-def import_trace(wanted: intake.Wanted) -> str:
-    """Make a workload of a trace, with its card; return what became of its rows, in words."""
-    found = intake.run(wanted)
-    told = "".join(f"{line}\n" for line in intake.told(found))
-    if found.files["workload"] > MOST_ROWS_OF_A_CARD:
-        return f"{told}so many rows are no window of a study: there is no card (cut one: --window)\n"
-    card.write(found.folder, workloads.load(found.folder))
-    return told + show(found.folder)
 
 
 def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, as_json: bool) -> int:
@@ -378,7 +348,7 @@ def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, 
         lines = [json.dumps(to_bench(found, repeat)) for repeat in range(len(found.replays))]
         write_atomically(bench_file, "\n".join(lines) + "\n")
     with suppress(BrokenPipeError):
-        text = json.dumps(replayed.to_json(found), indent=1) + "\n" if as_json else _rendered(replayed.render(found))
+        text = json.dumps(replayed.to_json(found), indent=1) + "\n" if as_json else rendered(replayed.render(found))
         print(text, end="", flush=True)
     return ExitCode.SLO_NOT_MET if found.slos_met is False else ExitCode.OK
 
@@ -397,49 +367,6 @@ def _keep(found: Measurement, out: Path) -> None:
         write_json(folder / "metrics.json", units.to_outside(repeat.metrics))
         title = f"{found.workload.name} at {found.url} ({found.model})" + (f", repeat {number}" if several else "")
         (folder / "replay.png").write_bytes(timeline.figure_png(seen, found.slos, title=title))
-
-
-def record(upstream: str, out: Path, *, host: str, port: int, keeps_prompts: bool, rotate: str) -> int:
-    """Record what goes through to a server until a signal; say what was written; return the exit code."""
-    base = base_of(upstream, "--upstream", keys="the keys of clients pass through")
-    wanted = recorder.Wanted(base, host, port, out, keeps_prompts, recording.parse_size(rotate))
-    done = recorder.run(wanted, _say)
-    _keep_recordings_card(out)
-    print(_recorded(out, done.summary), end="", flush=True)
-    return ExitCode.OK if done.is_whole else ExitCode.HOST
-
-
-def finish_recording(folder: Path) -> int:
-    """Make a workload of a recording that was cut off; return the exit code."""
-    with recording.held(folder):
-        summary = recording.finish(folder)
-    _keep_recordings_card(folder)
-    print(_recorded(folder, summary), end="", flush=True)
-    return ExitCode.OK
-
-
-def _keep_recordings_card(folder: Path) -> None:
-    """Leave the card of what was recorded beside its rows; a recording is whole without it."""
-    if _is_workload(folder):
-        with suppress(HostError):
-            card.write(folder, workloads.load(folder))
-
-
-def _recorded(folder: Path, summary: recording.Summary) -> str:
-    """Return what a recording holds, and why it does not hold the rest."""
-    lines = [f"requests: {summary.requests}, of which {summary.rows} are rows"]
-    lines += [f"not written: {count} ({why})" for why, count in summary.not_written.items()]
-    lines += [f"without block ids: {count} ({why})" for why, count in summary.without_block_ids.items()]
-    if summary.was_cut:
-        lines.append("the recorder was cut off: what had no row in its last seconds is not counted")
-    if not summary.rows:
-        return "\n".join([*lines, "nothing was recorded"]) + "\n"
-    lines.append(f"{folder / 'workload.jsonl'}: block ids of {summary.hashed}, {summary.block_size} tokens each")
-    return "\n".join([*lines, f"look at it: {as_typed('tune')} show {shlex.quote(str(folder))}"]) + "\n"
-
-
-def _is_workload(target: Path) -> bool:
-    return (target / "workload.jsonl").is_file() or target.suffix == ".jsonl"
 
 
 def export_run(target: Path, out: Path | None, pick: str) -> str:

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, ParamSpec
 
 import typer
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from tuner import __version__
 from tuner.errors import ExitCode, SpecError, TunerError
+from tuner.flags import Gpus, Runs, Sessions, Sets, Slos, overrides, refuse_with_resume
 
 LOOPBACK = "127.0.0.1"
 
@@ -93,36 +92,6 @@ def _common(
     """Find the vLLM configuration that keeps your latency promise, by measuring it on your traffic."""
 
 
-Slos = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--slo",
-        help="A promise, repeatable: ttft=500ms, itl_p95=50ms, ttft_p90.long=2s, attainment=0.99, or "
-        "itl=0.33x (of the default). Replaces those of the study.",
-        metavar="METRIC=LIMIT",
-    ),
-]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Override a value of the study by its path, repeatable: engine_args.max_model_len=8192.",
-        metavar="KEY=VALUE",
-    ),
-]
-Sessions = Annotated[
-    str | None,
-    typer.Option(
-        "--sessions",
-        help="follow: a turn waits for the answer before it and the time to think, where the workload knows them (the "
-        "default); absolute: all rows go at recorded times.",
-        metavar="follow|absolute",
-    ),
-]
-Gpus = Annotated[str | None, typer.Option("--gpus", help="GPUs to use by nvidia-smi's index: 0,1.", metavar="LIST")]
-Runs = Annotated[Path, typer.Option("--runs", help="Where run folders and the MLflow store lie.", metavar="DIR")]
-
-
 @app.command()
 @_guarded
 def run(  # noqa: PLR0917 (one parameter a flag)
@@ -173,18 +142,18 @@ def run(  # noqa: PLR0917 (one parameter a flag)
     """Tune: replay a workload against vLLM configurations and find the one that keeps the SLO."""
     from tuner import assemble, plan  # noqa: PLC0415 (optuna and numpy are not needed for --help)
 
-    overrides = _overrides(slo, set_, gpus)
+    given = overrides(slo, set_, gpus)
     for path, value in (
         ("budget.trials", trials), ("budget.time", time), ("repeats", repeats), ("seed", seed), ("name", name),
         ("workload.path", workload), ("workload.rate_scale", rate_scale), ("workload.sessions", sessions),
     ):  # fmt: skip
         if value is not None:
-            overrides[path] = value
+            given[path] = value
     where = assemble.Where(runs=runs, mlflow=mlflow, storage=storage)
     if resume is not None:
-        _refuse_with_resume(study, overrides, baseline, dry_run=dry_run)
-        return assemble.resume(resume, where, overrides)
-    found = plan.make(study, overrides, baseline, may_lack_vllm=dry_run)
+        refuse_with_resume(study, given, baseline, dry_run=dry_run)
+        return assemble.resume(resume, where, given)
+    found = plan.make(study, given, baseline, may_lack_vllm=dry_run)
     if dry_run:
         print(plan.describe(found))
         return ExitCode.OK
@@ -336,7 +305,7 @@ def import_(  # noqa: PLR0917 (one parameter a flag)
     ] = False,
 ) -> int:
     """Make a workload of a trace somebody else recorded; every row is kept, or counted by the reason why not."""
-    from tuner import assemble, intake  # noqa: PLC0415
+    from tuner import gather, intake  # noqa: PLC0415
 
     wanted = intake.wanted(
         source, out, format=format_, window=window, max_len=max_len, rate_scale=rate_scale, time_scale=time_scale,
@@ -344,7 +313,7 @@ def import_(  # noqa: PLR0917 (one parameter a flag)
         rate=rate, block_size=block_size, tokenizer=tokenizer, template_tokens=template_tokens,
         keep_prompts=keep_prompts, skip_damaged=skip_damaged,
     )  # fmt: skip
-    print(assemble.import_trace(wanted), end="")
+    print(gather.import_trace(wanted), end="")
     return ExitCode.OK
 
 
@@ -368,16 +337,16 @@ def record(  # noqa: PLR0917 (one parameter a flag)
     ] = None,
 ) -> int:
     """Pass requests on to a server that is running, and write them as a workload."""
-    from tuner import assemble  # noqa: PLC0415
+    from tuner import gather  # noqa: PLC0415
 
     if finish is not None:
         if upstream is not None or out is not None or keep_prompts:
             raise SpecError("--finish goes alone: it makes a workload of what is in its folder")
-        return assemble.finish_recording(finish)
+        return gather.finish_recording(finish)
     if upstream is None or out is None:
         raise SpecError("--upstream and -o are needed",
                         hint="for example --upstream http://127.0.0.1:8000 -o workloads/mine")  # fmt: skip
-    return assemble.record(upstream, out, host=host, port=port, keeps_prompts=keep_prompts, rotate=rotate)
+    return gather.record(upstream, out, host=host, port=port, keeps_prompts=keep_prompts, rotate=rotate)
 
 
 @app.command()
@@ -427,36 +396,4 @@ def doctor(
     """Check whether this host can run a study; each line is ok or says what to do."""
     from tuner import doctor as checks  # noqa: PLC0415
 
-    return checks.run(study, _overrides(slo, set_, gpus))
-
-
-def _overrides(slo: list[str] | None, set_: list[str] | None, gpus: str | None) -> dict[str, Any]:
-    overrides: dict[str, Any] = {}
-    for text in set_ or []:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise SpecError(f"--set {text}: write KEY=VALUE", hint="for example --set engine_args.max_model_len=8192")
-        overrides[key] = _yaml_value(text, value)
-    if slo:
-        overrides["slo"] = [part.strip() for text in slo for part in text.split(",")]
-    if gpus is not None:
-        try:
-            overrides["gpus"] = [int(index) for index in gpus.split(",")]
-        except ValueError:
-            raise SpecError(f"--gpus {gpus}: write indices, such as 0,1") from None
-    return overrides
-
-
-def _yaml_value(text: str, value: str) -> Any:
-    try:
-        return YAML(typ="safe").load(value)
-    except (YAMLError, ValueError, RecursionError) as error:
-        raise SpecError(f"--set {text.partition('=')[0]}: not a YAML value") from error
-
-
-def _refuse_with_resume(study: str | None, overrides: dict[str, Any], baseline: str | None, *, dry_run: bool) -> None:
-    if dry_run:
-        raise SpecError("--dry-run goes with a new run", hint="tune show RUN tells what a run has measured")
-    if study or baseline or set(overrides) - {"budget.trials", "budget.time"}:
-        raise SpecError("--resume continues a run as it was begun; it takes no other study, flags or baseline",
-                        hint="start a new run for a changed study")  # fmt: skip
+    return checks.run(study, overrides(slo, set_, gpus))

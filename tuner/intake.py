@@ -1,6 +1,7 @@
 """Make a workload of a trace that somebody else recorded: read it once, decide, write what is kept.
 
-Rows go through a file of their own between the two passes, so that a long trace takes 32 bytes of memory a row.
+Rows go through a file of their own between the two passes, so that of a long trace only
+columns stay in memory (32 bytes a row, and as much again while they are sorted).
 Order of what is done to them: shrink, length limit, spreading, time scale, rate, window.
 """
 
@@ -22,15 +23,16 @@ from tuner.outside import legible
 from tuner.readers import formats
 from tuner.readers.changes import Changes, Plan, plan, shrunk
 from tuner.readers.format import Format, Options, Tokenize
+from tuner.readers.lengths import UNCOUNTED
 from tuner.readers.source import Source, Tally
 from tuner.readers.spool import Spool
 from tuner.sinks import provenance
 from tuner.sinks.provenance import Provenance
 from tuner.sinks.words import plain
-from tuner.workload import Fingerprint, Request, encoded
+from tuner.workload import BESIDE, Fingerprint, Request, encoded
 
 SOURCE = "source.json"
-ROWS, BESIDE = "workload.jsonl", ("history.jsonl", "confirm.jsonl", "confirm_history.jsonl")
+ROWS = "workload.jsonl"
 NO_SHRUNK_PROMPT = "prompts left out, and what they share: a text cannot be divided (--shrink)"
 LARGEST_SCALE = 1e6
 
@@ -243,7 +245,8 @@ def _fill(spool: Spool, tally: Tally, wanted: Wanted) -> None:
             spool.add(kept)
     if not len(spool):
         raise SpecError(
-            f"{wanted.source}: none of {tally.read:,} rows is left: {_reasons(tally.dropped) or 'it is empty'}"
+            f"{wanted.source}: none of {tally.read:,} rows is left: {_reasons(tally.dropped) or 'it is empty'}",
+            hint="name the model's tokenizer: --tokenizer FOLDER or MODEL" if UNCOUNTED in tally.dropped else None,
         )
 
 

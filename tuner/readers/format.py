@@ -6,7 +6,7 @@ difference rounded to microseconds is the recorded one.
 """
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated
@@ -105,22 +105,26 @@ def by_line(make: Callable[[Options, Tally], Row]) -> Read:
     """
 
     def read(source: Source, options: Options, tally: Tally) -> Iterator[Request]:
-        row = make(options, tally)
-        for number, line in source.lines():
-            tally.read += 1
-            try:
-                found = row(line, number)
-            except Dropped as reason:
-                found = str(reason)
-            except DAMAGE as error:
-                tally.damaged(number, error)
-                continue
-            if found.__class__ is str:
-                tally.drop(found)
-            else:
-                yield found  # type: ignore[misc]
+        return taken(source.lines(), make(options, tally), tally)
 
     return read
+
+
+def taken(records: Iterable[tuple[int, bytes]], row: Row, tally: Tally) -> Iterator[Request]:
+    """Yield what becomes a request of numbered records; all are counted in the tally, by reason where they do not."""
+    for number, record in records:
+        tally.read += 1
+        try:
+            found = row(record, number)
+        except Dropped as reason:
+            found = str(reason)
+        except DAMAGE as error:
+            tally.damaged(number, error)
+            continue
+        if isinstance(found, str):
+            tally.drop(found)
+        else:
+            yield found
 
 
 def by_csv(make: Callable[[dict[str, int], Options, Tally], Fields]) -> Read:
@@ -142,22 +146,14 @@ def by_csv(make: Callable[[dict[str, int], Options, Tally], Fields]) -> Read:
         except Damaged as error:
             raise source.refused(first[0], str(error), "the first line names the columns") from error
         width = len(header)
-        for number, line in lines:
-            tally.read += 1
-            try:
-                values = line.split(b",") if b'"' not in line else split(line)
-                if len(values) != width:
-                    raise Damaged(f"{len(values)} fields, where the header has {width}")
-                found = row(values, number)
-            except Dropped as reason:
-                found = str(reason)
-            except (*DAMAGE, ValueError, OverflowError) as error:
-                tally.damaged(number, error)
-                continue
-            if found.__class__ is str:
-                tally.drop(found)
-            else:
-                yield found  # type: ignore[misc]
+
+        def whole_row(line: bytes, number: int) -> Request | str:
+            values = line.split(b",") if b'"' not in line else split(line)
+            if len(values) != width:
+                raise Damaged(f"{len(values)} fields, where the header has {width}")
+            return row(values, number)
+
+        yield from taken(lines, whole_row, tally)
 
     return read
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from tuner.readers.format import DAMAGE, Options, Read, Row
-from tuner.readers.source import Dropped, Source, Tally
+from tuner.readers.format import DAMAGE, Options, Read, Row, taken
+from tuner.readers.source import Source, Tally
 from tuner.workload import Request
 
 Split = Callable[[bytes], Iterable[bytes | msgspec.Raw]]
@@ -24,20 +24,7 @@ def by_record(split: Split, make: Callable[[Options, Tally], Row]) -> Read:
     """
 
     def read(source: Source, options: Options, tally: Tally) -> Iterator[Request]:
-        row = make(options, tally)
-        for number, record in _records(source, split, tally):
-            tally.read += 1
-            try:
-                found = row(record, number)
-            except Dropped as reason:
-                found = str(reason)
-            except DAMAGE as error:
-                tally.damaged(number, error)
-                continue
-            if isinstance(found, str):
-                tally.drop(found)
-            else:
-                yield found
+        return taken(_records(source, split, tally), make(options, tally), tally)
 
     return read
 

@@ -6,6 +6,7 @@ broken pipe) is dropped in silence: it must not cost a study.
 
 import atexit
 import io
+import shutil
 import statistics
 import sys
 import time
@@ -281,3 +282,17 @@ def _budget(spec: StudySpec) -> str:
     parts = [f"{spec.budget.trials} trials"] if spec.budget.trials is not None else []
     parts += [format_elapsed(spec.budget.time)] if spec.budget.time is not None else []
     return " or ".join(parts)
+
+
+def rendered(renderable: RenderableType) -> str:
+    """Return what stdout is shown: in colours and as wide as the terminal, where it is one."""
+    out = io.StringIO()
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else 120
+    Console(file=out, width=width, force_terminal=terminal, no_color=not terminal).print(renderable)
+    return out.getvalue()
+
+
+def say(text: str) -> None:
+    """Say something on stderr, at once."""
+    print(f"tune: {text}", file=sys.stderr, flush=True)
