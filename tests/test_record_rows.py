@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from record_data import event, lines
 
@@ -260,6 +260,7 @@ def test_leading_ids_are_equal_as_far_as_whole_blocks_are(a: list[int], b: list[
 
 
 @given(st.binary(max_size=400), st.binary(max_size=400), st.integers(0, 400), st.integers(1, 200), st.integers(1, 200))
+@example(a=b"", b=b"beyond the text", common=0, len_a=1, len_b=1)
 def test_text_shares_ids_as_far_as_it_is_shared(a: bytes, b: bytes, common: int, len_a: int, len_b: int) -> None:
     """The count is that of the tokens; a block of 64 bytes that both have from the start has one id in both."""
     b = a[:common] + b

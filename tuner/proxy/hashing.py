@@ -14,6 +14,7 @@ BLOCK_SIZE = 16  # tokens; divides the block size of every engine that matters
 BYTES_PER_BLOCK = 4 * BLOCK_SIZE  # of text, where tokens are not known: English has about four letters a token
 ID_BITS = 53  # exact in every reader of JSON
 TOKEN_BYTES = array("q").itemsize
+BEYOND = b""  # what follows a text's end in the chain: no piece of a text is empty, so no text can pass for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,12 @@ def blocks_of_text(salt: Salt, text: bytes, input_len: int) -> tuple[int, ...]:
 
     A block is 64 bytes of text, about 16 tokens of English: prompts share leading ids as far as they share leading
     text by that measure. Where the text has more of them than there are ids, the last id stands for all the rest;
-    where it has fewer, those that are missing depend on the whole text.
+    where it has fewer, those that are missing stand for the text's end, and depend on all of it.
     """
     count = -(-input_len // BLOCK_SIZE)
     whole = (count - 1) * BYTES_PER_BLOCK
     pieces = [*_pieces(text[:whole], BYTES_PER_BLOCK), *([text[whole:]] if len(text) > whole else [])]
-    pieces += [b"beyond the text"] * (count - len(pieces))
+    pieces += [BEYOND] * (count - len(pieces))
     return tuple(_ids(salt.chain(pieces)))
 
 
