@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as changed
 from replay_data import workload
 
 from tuner.errors import SpecError
 from tuner.reuse import ideal_hits
-from tuner.workload import Request, Workload, check_fits, load, scale_rate, to_jsonl
+from tuner.workload import Fingerprint, Request, Workload, check_fits, encoded, load, moved, scale_rate, to_jsonl
 
 ROW = {"arrival_s": 0.5, "input_len": 20, "output_len": 3}
 
@@ -47,21 +49,25 @@ def test_a_folder_has_a_window_and_what_is_beside_it(tmp_path: Path) -> None:
     [
         ({**ROW, "arrival_s": -1}, "arrival_s must be"),
         ({**ROW, "arrival_s": "0"}, "arrival_s must be"),
-        ({**ROW, "arrival_s": float("nan")}, "arrival_s must be"),
+        ({**ROW, "arrival_s": float("nan")}, "not JSON"),
         ({**ROW, "arrival_s": 10**400}, "arrival_s must be"),
         ({"input_len": 1, "output_len": 1}, "arrival_s must be"),
         ({**ROW, "input_len": 0}, "input_len must be"),
         ({**ROW, "input_len": 1.5}, "input_len must be"),
         ({**ROW, "output_len": 0}, "output_len must be"),
         ({**ROW, "output_len": True}, "output_len must be"),
-        ({**ROW, "speed": 1}, "unknown field 'speed'"),
+        ({**ROW, "speed": 1}, "unknown field `speed`"),
         ({**ROW, "block_ids": [1, 2]}, "block_ids need a block_size"),
-        ({**ROW, "block_ids": [1], "block_size": 16}, "1 block ids for 20 tokens in blocks of 16"),
+        ({**ROW, "block_ids": [1], "block_size": 16}, "1 block ids for 20 tokens, which are 2 blocks of 16"),
         ({**ROW, "block_ids": [1, "2"], "block_size": 16}, "list of whole numbers"),
         ({**ROW, "prompt": 5}, "text or a list of token ids"),
         ({**ROW, "prompt": ["a"] * 20}, "text or a list of token ids"),
         ({**ROW, "prompt": [5, 6]}, "has 2 token ids, input_len says 20"),
-        ([1], "not a JSON object"),
+        ({**ROW, "prompt": [5, 6], "block_ids": [1, 2], "block_size": 16}, "has 2 token ids, input_len says 20"),
+        ({**ROW, "session": 5}, "session must be text"),
+        ({**ROW, "source_line": "5"}, "source_line must be a whole number"),
+        ({**ROW, "think_time_s": -1}, "think_time_s must be a number of seconds, zero or more"),
+        ([1], "not a row: Expected `object`, got `array`"),
     ],
 )
 def test_a_row_that_cannot_be_replayed_is_named_by_its_line(tmp_path: Path, row: Any, says: str) -> None:
@@ -124,6 +130,29 @@ def test_what_is_written_is_what_is_read(tmp_path_factory: pytest.TempPathFactor
     path.write_text(to_jsonl(rows), encoding="utf-8")
 
     assert load(path).requests == tuple(sorted(rows, key=lambda row: row.arrival))
+
+
+@given(requests(), st.floats(-1e12, 1e12))
+def test_a_line_is_moved_without_being_read(row: Request, arrival: float) -> None:
+    """It is the line of the same row at the other arrival, to the byte."""
+    assert moved(encoded(row), arrival) == encoded(changed(row, arrival=arrival))
+
+
+@given(requests(), st.sampled_from(["model", "endpoint", ',"model":"a"', '","source_line":1']))
+def test_a_fingerprint_does_not_know_where_rows_came_from(row: Request, text: str) -> None:
+    """Model, endpoint and line change nothing; all else does, also what only looks like them."""
+
+    def fingerprint(row: Request) -> str:
+        found = Fingerprint()
+        found.add(encoded(row))
+        return found.hexdigest()
+
+    own = fingerprint(row)
+    assert own == sha256(encoded(row)).hexdigest()
+    for origin in ({"model": text}, {"endpoint": text, "source_line": 7}, {"source_line": 7}):
+        assert fingerprint(changed(row, **origin)) == own
+    for other in ({"session": f"{row.session}{text}"}, {"prompt": f"{row.prompt}{text}", "model": text}):
+        assert fingerprint(changed(row, **other)) != own
 
 
 def test_rows_longer_than_the_model_are_refused_with_their_number() -> None:

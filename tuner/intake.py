@@ -29,7 +29,7 @@ from tuner.readers.spool import Spool
 from tuner.sinks import provenance
 from tuner.sinks.provenance import Provenance
 from tuner.sinks.words import plain
-from tuner.workload import BESIDE, Fingerprint, Request, encoded
+from tuner.workload import BESIDE, Fingerprint, decoded, encoded, moved
 
 SOURCE = "source.json"
 ROWS = "workload.jsonl"
@@ -258,19 +258,20 @@ def _write(folder: Path, spool: Spool, plan: Plan, time_scale: float) -> tuple[d
     fingerprint = Fingerprint()
     for name, part in plan.parts.items():
         with (folder / f"{name}.jsonl").open("wb") as file:
-            rows = spool.rows(part.row, part.copy)
-            for row, arrival in zip(rows, part.arrival.tolist(), strict=True):
-                placed = _placed(row, arrival, time_scale)
-                file.write(encoded(placed))
+            lines = spool.lines(part.row, part.copy)
+            for line, arrival in zip(lines, part.arrival.tolist(), strict=True):
+                placed = moved(line if time_scale == 1 else _scaled(line, time_scale), arrival)
+                file.write(placed)
                 if name == "workload":
                     fingerprint.add(placed)
     return {name: len(part.row) for name, part in plan.parts.items()}, fingerprint.hexdigest()
 
 
-def _placed(row: Request, arrival: float, time_scale: float) -> Request:
-    if row.think_time is None or time_scale == 1:
-        return changed(row, arrival=arrival)
-    return changed(row, arrival=arrival, think_time=round(row.think_time * time_scale, 6))
+def _scaled(line: bytes, time_scale: float) -> bytes:
+    row = decoded(line)
+    if row.think_time is None:
+        return line
+    return encoded(changed(row, think_time=round(row.think_time * time_scale, 6)))
 
 
 def _refuse_existing(out: Path) -> None:

@@ -6,10 +6,11 @@ prefix cache). Rows are JSON objects, one a line; `arrival_s` is in seconds from
 """
 
 import hashlib
-import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -25,11 +26,23 @@ LATEST = 1e12  # later than any clock, and exact enough as a float
 FIRST_MARK = "/"  # between the name of a row and the number of its copy
 MOST_TOKENS = 10_000_000  # of one prompt or answer; a row of more would fill this host's memory
 
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+Seconds = Annotated[float, msgspec.Meta(ge=-LATEST, le=LATEST)]
+Pause = Annotated[float, msgspec.Meta(ge=0, le=LATEST)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
 
 class Request(
-    msgspec.Struct, frozen=True, omit_defaults=True, rename={"arrival": "arrival_s", "think_time": "think_time_s"}
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    rename={"arrival": "arrival_s", "think_time": "think_time_s"},
 ):
     """One row: arrival in seconds from the window's start, lengths in tokens.
+
+    Limits hold for rows that are decoded. Arrival may be on another clock, and lengths zero, until rows are kept.
 
     Attributes:
         arrival: seconds, exact to the microsecond.
@@ -44,22 +57,32 @@ class Request(
         source_line: where the row was in the file it came from.
     """
 
-    arrival: float
-    input_len: int
-    output_len: int
-    block_ids: tuple[int, ...] | None = None
-    block_size: int | None = None
+    arrival: Seconds
+    input_len: Tokens
+    output_len: Tokens
+    block_ids: tuple[BlockId, ...] | None = None
+    block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     id: str | None = None
     session: str | None = None
     parent: str | None = None
-    think_time: float | None = None
-    prompt: str | tuple[int, ...] | None = None
+    think_time: Pause | None = None
+    prompt: str | tuple[TokenId, ...] | None = None
     model: str | None = None
     endpoint: str | None = None
     source_line: int | None = None
 
 
 FIELDS = Request.__struct_encode_fields__
+MUST_BE = {  # in a workload; fields that are not here are text
+    "arrival_s": "a number of seconds, zero or more",
+    **dict.fromkeys(("input_len", "output_len"), f"a whole number of tokens from 1 to {MOST_TOKENS:,}"),
+    "block_ids": "a list of whole numbers, zero or more",
+    "block_size": "a whole number of tokens, 1 or more",
+    "think_time_s": "a number of seconds, zero or more",
+    "prompt": "text or a list of token ids",
+    "source_line": "a whole number",
+}
+decoded = msgspec.json.Decoder(Request).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,87 +144,58 @@ def load(path: Path) -> Workload:
 
 
 def _read(file: Path) -> tuple[Request, ...]:
-    rows = [_row(file, number, line) for number, line in enumerate(_lines(file), start=1) if line.strip()]
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise SpecError(f"{file}: cannot be read: {error}") from error
+    rows = [_row(f"{file}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
     return tuple(sorted(rows, key=lambda row: row.arrival))
 
 
-def _lines(file: Path) -> list[str]:
+def _row(where: str, line: bytes) -> Request:
     try:
-        # Not splitlines: a prompt may hold U+2028 and the like.
-        return file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{file}: cannot be read: {error}") from error
+        row = decoded(line)
+    except msgspec.ValidationError as error:
+        raise _refused(where, str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SpecError(f"{where}: not JSON: {error}", hint="one JSON object a line") from error
+    too_small = {"arrival_s": row.arrival < 0, "input_len": not row.input_len, "output_len": not row.output_len}
+    for field in (name for name, is_so in too_small.items() if is_so):
+        raise SpecError(f"{where}: {field} must be {MUST_BE[field]}")
+    if why := mismatch(row):
+        raise SpecError(f"{where}: {why}")
+    return row
 
 
-def _row(file: Path, number: int, line: str) -> Request:
-    where = f"{file}:{number}"
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise SpecError(f"{where}: not JSON: {why}", hint="one JSON object a line") from error
-    if not isinstance(data, dict):
-        raise SpecError(
-            f"{where}: not a JSON object",
-            hint='a row looks like {"arrival_s": 0.5, "input_len": 120, "output_len": 30}',
-        )
-    if unknown := sorted(set(data) - set(FIELDS)):
-        raise SpecError(f"{where}: unknown field {unknown[0]!r}", hint=f"the fields are: {', '.join(FIELDS)}")
-    arrival = _number(where, data, "arrival_s")
-    input_len = _whole(where, data, "input_len", least=1)
-    output_len = _whole(where, data, "output_len", least=1)
-    blocks, size = data.get("block_ids"), data.get("block_size")
-    if blocks is not None:
-        _check_blocks(where, blocks, size, input_len)
-    for name in ("id", "session", "parent", "model", "endpoint"):
-        if not isinstance(data.get(name), str | None):
-            raise SpecError(f"{where}: {name} must be text, not {json.dumps(data[name])[:60]}")
-    think_time = None if data.get("think_time_s") is None else _number(where, data, "think_time_s")
-    prompt = data.get("prompt")
-    if prompt is not None:
-        _check_prompt(where, prompt, input_len)
-    return Request(
-        arrival=arrival, input_len=input_len, output_len=output_len,
-        block_ids=None if blocks is None else tuple(blocks), block_size=size,
-        id=data.get("id"), session=data.get("session"), parent=data.get("parent"), think_time=think_time,
-        prompt=tuple(prompt) if isinstance(prompt, list) else prompt,
-        model=data.get("model"), endpoint=data.get("endpoint"), source_line=data.get("source_line"),
-    )  # fmt: skip
+def _refused(where: str, why: str) -> SpecError:
+    """Return the error for a row of which msgspec says why it is none."""
+    field = next((name for name in FIELDS if re.search(rf"[.`]{name}\b", why)), None)
+    if field is not None:
+        return SpecError(f"{where}: {field} must be {MUST_BE.get(field, 'text')} ({why.partition(' - at')[0]})")
+    if "unknown field" in why:
+        return SpecError(f"{where}: {why}", hint=f"the fields are: {', '.join(FIELDS)}")
+    return SpecError(f"{where}: not a row: {why}",
+                     hint='a row looks like {"arrival_s": 0.5, "input_len": 120, "output_len": 30}')  # fmt: skip
 
 
-def _number(where: str, data: dict[str, object], name: str) -> float:
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LATEST:
-        raise SpecError(f"{where}: {name} must be a number of seconds, zero or more, not {json.dumps(value)}")
-    return float(value)
+def mismatch(row: Request) -> str | None:
+    """Say what of a row contradicts its length."""
+    if row.block_ids is not None:
+        if row.block_size is None:
+            return "block_ids need a block_size in tokens"
+        if why := miscounted(len(row.block_ids), row.input_len, row.block_size):
+            return why
+    if isinstance(row.prompt, tuple) and len(row.prompt) != row.input_len:
+        return f"the prompt has {len(row.prompt)} token ids, input_len says {row.input_len}"
+    return None
 
 
-def _whole(where: str, data: dict[str, object], name: str, *, least: int) -> int:
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKENS:
-        raise SpecError(
-            f"{where}: {name} must be a whole number of tokens from {least} to {MOST_TOKENS:,}, not {json.dumps(value)}"
-        )
-    return value
-
-
-def _check_prompt(where: str, prompt: object, input_len: int) -> None:
-    if isinstance(prompt, str):
-        return
-    if not isinstance(prompt, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-        raise SpecError(f"{where}: prompt must be text or a list of token ids")
-    if len(prompt) != input_len:
-        raise SpecError(f"{where}: the prompt has {len(prompt)} token ids, input_len says {input_len}")
-
-
-def _check_blocks(where: str, blocks: object, size: object, input_len: int) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise SpecError(f"{where}: block_ids need a block_size in tokens")
-    if not isinstance(blocks, list) or not all(isinstance(b, int) and not isinstance(b, bool) for b in blocks):
-        raise SpecError(f"{where}: block_ids must be a list of whole numbers")
-    if len(blocks) != -(-input_len // size):
-        raise SpecError(f"{where}: {len(blocks)} block ids for {input_len} tokens in blocks of {size}",
-                        hint=f"this prompt has {-(-input_len // size)} blocks, the last one partial")  # fmt: skip
+def miscounted(count: int, input_len: int, block_size: int) -> str | None:
+    """Say how many block ids a prompt of so many tokens should have, where it has others."""
+    needed = -(-input_len // block_size)
+    if count == needed:
+        return None
+    return f"{count} block ids for {input_len} tokens, which are {needed} blocks of {block_size}, the last one cut"
 
 
 def check_fits(workload: Workload, max_model_len: int, *, hint: str | None = None) -> None:
@@ -303,21 +297,29 @@ def to_jsonl(requests: Iterable[Request]) -> str:
 
 def encoded(row: Request) -> bytes:
     """Return a row as a line of `workload.jsonl`."""
-    return _ENCODER.encode(row) + b"\n"
+    return _encode(row) + b"\n"
 
 
-_ENCODER = msgspec.json.Encoder()
+def moved(line: bytes, arrival: float) -> bytes:
+    """Return the line of a row as that of the same row at another arrival, which is its first field."""
+    return b'{"arrival_s":' + _encode(arrival) + line[line.index(b",") :]
+
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Fingerprint:
-    """SHA-256 of what is replayed: the rows without where they came from (source line, model, endpoint)."""
+    """SHA-256 of what is replayed: the rows without where they came from (model, endpoint, source line)."""
+
+    ORIGIN = (b',"model":', b',"endpoint":', b',"source_line":')  # the last fields of a row, and nowhere inside of one
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()
 
-    def add(self, row: Request) -> None:
-        """Take the next row in."""
-        self._sha256.update(encoded(changed(row, source_line=None, model=None, endpoint=None)))
+    def add(self, line: bytes) -> None:
+        """Take the next row in, as it is encoded."""
+        ends = [end for field in self.ORIGIN if (end := line.find(field)) >= 0]
+        self._sha256.update(line[: min(ends)] + b"}\n" if ends else line)
 
     def hexdigest(self) -> str:
         """Return the fingerprint of the rows so far."""

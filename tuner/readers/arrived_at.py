@@ -3,24 +3,23 @@
 Format: github.com/microsoft/vidur, data/processed_traces.
 """
 
-from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Fields, Format, Head, Options, by_csv, column, number, whole
+from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Format, Head, Options
 from tuner.readers.source import Tally
-from tuner.workload import Request
+from tuner.readers.table import Fields, Values, by_csv
+from tuner.workload import Request, Seconds, Tokens
 
-STAMP, PROMPT, OUTPUT = COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+COLUMNS = {"arrived_at": Seconds, "num_prefill_tokens": Tokens, "num_decode_tokens": Tokens}
 
 
-def _make(places: dict[str, int], _options: Options, _tally: Tally) -> Fields:
-    at, prompt, output = (column(places, name) for name in COLUMNS)
+def _make(_options: Options, _tally: Tally) -> Fields:
+    return _fields
 
-    def fields(values: list[bytes], line: int) -> Request | str:
-        input_len, output_len = whole(values[prompt], PROMPT), whole(values[output], OUTPUT)
-        arrival = number(values[at], STAMP)
-        if not input_len:
-            return NO_PROMPT
-        return Request(arrival, input_len, output_len, source_line=line) if output_len else NO_OUTPUT
 
-    return fields
+def _fields(values: Values, line: int) -> Request | str:
+    arrival, input_len, output_len = values
+    if not input_len:
+        return NO_PROMPT
+    return Request(arrival, input_len, output_len, source_line=line) if output_len else NO_OUTPUT
 
 
 def _is_this(head: Head) -> bool:
@@ -31,5 +30,5 @@ FORMAT = Format(
     name="arrived-at",
     title="Vidur's and Splitwise's CSV: arrived_at (s), num_prefill_tokens, num_decode_tokens",
     is_this=_is_this,
-    read=by_csv(_make),
+    read=by_csv(COLUMNS, _make),
 )

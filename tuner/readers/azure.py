@@ -5,28 +5,28 @@ none at all where the fraction is zero. The multimodal trace of 2025 has `NumIma
 not in its tokens.
 """
 
-from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Fields, Format, Head, Options, by_csv, column, instant, whole
+from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Format, Head, Options, instant
 from tuner.readers.source import Tally
-from tuner.workload import Request
+from tuner.readers.table import Fields, Values, by_csv
+from tuner.workload import Request, Tokens
 
-STAMP, PROMPT, OUTPUT = COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-IMAGES, MEDIA = "NumImages", "images in the prompt"
+COLUMNS = {"TIMESTAMP": str, "ContextTokens": Tokens, "GeneratedTokens": Tokens}
+MAY_HAVE = {"NumImages": Tokens}
+MEDIA = "images in the prompt"
 
 
-def _make(places: dict[str, int], _options: Options, _tally: Tally) -> Fields:
-    at, prompt, output = (column(places, name) for name in COLUMNS)
-    images = places.get(IMAGES)
+def _make(_options: Options, _tally: Tally) -> Fields:
+    return _fields
 
-    def fields(values: list[bytes], number: int) -> Request | str:
-        input_len, output_len = whole(values[prompt], PROMPT), whole(values[output], OUTPUT)
-        arrival = instant(values[at].decode())
-        if images is not None and whole(values[images], IMAGES):
-            return MEDIA
-        if not input_len:
-            return NO_PROMPT
-        return Request(arrival, input_len, output_len, source_line=number) if output_len else NO_OUTPUT
 
-    return fields
+def _fields(values: Values, line: int) -> Request | str:
+    stamp, input_len, output_len, images = values
+    arrival = instant(stamp)
+    if images:
+        return MEDIA
+    if not input_len:
+        return NO_PROMPT
+    return Request(arrival, input_len, output_len, source_line=line) if output_len else NO_OUTPUT
 
 
 def _is_this(head: Head) -> bool:
@@ -37,5 +37,5 @@ FORMAT = Format(
     name="azure",
     title="Azure LLM inference traces 2023, 2024: CSV of TIMESTAMP, ContextTokens, GeneratedTokens",
     is_this=_is_this,
-    read=by_csv(_make),
+    read=by_csv(COLUMNS, _make, MAY_HAVE),
 )

@@ -10,22 +10,9 @@ from typing import Annotated
 
 import msgspec
 
-from tuner.readers.format import (
-    DAMAGE,
-    NO_OUTPUT,
-    NO_PROMPT,
-    BlockId,
-    Format,
-    Head,
-    Options,
-    Row,
-    Seconds,
-    Tokens,
-    by_line,
-    check_blocks,
-)
+from tuner.readers.format import DAMAGE, NO_OUTPUT, NO_PROMPT, Format, Head, Options, Row, by_line, check_blocks
 from tuner.readers.source import Source, Tally
-from tuner.workload import Request
+from tuner.workload import BlockId, Request, Seconds, Tokens
 
 BLOCK = 16
 ROOT = -1

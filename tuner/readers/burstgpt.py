@@ -4,32 +4,27 @@ Format: github.com/HPMLL/BurstGPT. Rows of 0/0/0 tokens are failed calls. `Elaps
 else's service time, so that a session's think time is not known.
 """
 
-from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Fields, Format, Head, Options, by_csv, column, number, whole
+from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Format, Head, Options
 from tuner.readers.source import Tally
-from tuner.workload import Request
+from tuner.readers.table import Fields, Values, by_csv
+from tuner.workload import Request, Seconds, Tokens
 
-STAMP, MODEL, PROMPT, OUTPUT = COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
-SESSION = "Session ID"
+COLUMNS = {"Timestamp": Seconds, "Model": str, "Request tokens": Tokens, "Response tokens": Tokens}
+MAY_HAVE = {"Session ID": str}
 FAILED = "failed call (no tokens at all)"
 
 
-def _make(places: dict[str, int], _options: Options, _tally: Tally) -> Fields:
-    at, model, prompt, output = (column(places, name) for name in COLUMNS)
-    session = places.get(SESSION)
+def _make(_options: Options, _tally: Tally) -> Fields:
+    return _fields
 
-    def fields(values: list[bytes], line: int) -> Request | str:
-        input_len, output_len = whole(values[prompt], PROMPT), whole(values[output], OUTPUT)
-        arrival = number(values[at], STAMP)
-        if not input_len:
-            return NO_PROMPT if output_len else FAILED
-        if not output_len:
-            return NO_OUTPUT
-        return Request(
-            arrival, input_len, output_len, model=values[model].decode() or None, source_line=line,
-            session=None if session is None else values[session].decode() or None,
-        )  # fmt: skip
 
-    return fields
+def _fields(values: Values, line: int) -> Request | str:
+    arrival, model, input_len, output_len, session = values
+    if not input_len:
+        return NO_PROMPT if output_len else FAILED
+    if not output_len:
+        return NO_OUTPUT
+    return Request(arrival, input_len, output_len, session=session or None, model=model or None, source_line=line)
 
 
 def _is_this(head: Head) -> bool:
@@ -40,5 +35,5 @@ FORMAT = Format(
     name="burstgpt",
     title="BurstGPT CSV: Timestamp (s), Model, Request tokens, Response tokens; with or without Session ID",
     is_this=_is_this,
-    read=by_csv(_make),
+    read=by_csv(COLUMNS, _make, MAY_HAVE),
 )

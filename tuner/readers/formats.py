@@ -23,8 +23,9 @@ from tuner.readers import (
     tune,
     vllm_custom,
 )
-from tuner.readers.format import Format, Head, split
+from tuner.readers.format import Format, Head
 from tuner.readers.source import Damaged, Source
+from tuner.readers.table import split
 
 FORMATS: Mapping[str, Format] = {
     known.name: known
@@ -99,7 +100,7 @@ def beginning(source: Source) -> Head:
         columns = split(next(line for line in lines if line.strip()))
     except Damaged:
         columns = []
-    return Head(frozenset(name.decode().strip() for name in columns), is_json=False)
+    return Head(frozenset(name.strip() for name in columns), is_json=False)
 
 
 def _first_object(text: bytes) -> dict[str, object] | None:

@@ -8,7 +8,6 @@ of their own there. Older exports have `usage`, or the two counts beside it.
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -21,23 +20,20 @@ from tuner.readers.format import (
     NO_PROMPT,
     NOT_LLM,
     SEVERAL,
-    Fields,
     Format,
     Head,
     Options,
     Row,
-    Tokens,
-    by_csv,
-    column,
     instant,
 )
 from tuner.readers.lengths import Ruler
 from tuner.readers.records import by_record
 from tuner.readers.sessions import Calls, settled
 from tuner.readers.source import Damaged, Source, Tally
-from tuner.workload import MOST_TOKENS, Request
+from tuner.readers.table import Fields, Values, by_csv
+from tuner.workload import MOST_TOKENS, Request, Tokens
 
-COLUMNS = frozenset({"id", "trace_id", "type", "start_time", "usage_details"})
+COLUMNS = ("id", "trace_id", "type", "start_time", "usage_details")  # of a CSV of its own
 
 
 class _Usage(msgspec.Struct):
@@ -95,6 +91,11 @@ class _Observation(msgspec.Struct):
         return _first(prompts), _first(outputs)
 
 
+NEEDED = dict.fromkeys(COLUMNS, str)
+MAY_HAVE = dict.fromkeys((name for name in _Observation.__struct_fields__ if name not in COLUMNS), str)
+NAMES = (*NEEDED, *MAY_HAVE)
+
+
 class _Page(msgspec.Struct):
     data: list[msgspec.Raw] | None = None
     observations: list[msgspec.Raw] | None = None
@@ -149,14 +150,11 @@ def _make(options: Options, tally: Tally, calls: Calls) -> Row:
     return row
 
 
-def _make_csv(places: dict[str, int], options: Options, tally: Tally, calls: Calls) -> Fields:
-    for name in sorted(COLUMNS):
-        column(places, name)
-    known = [(place, name) for name, place in places.items() if name in _Observation.__struct_fields__]
+def _make_csv(options: Options, tally: Tally, calls: Calls) -> Fields:
     row = _make(options, tally, calls)
 
-    def fields(values: list[bytes], number: int) -> Request | str:
-        said: dict[str, Any] = {name: text for place, name in known if (text := values[place].decode())}
+    def fields(values: Values, number: int) -> Request | str:
+        said = {name: text for name, text in zip(NAMES, values, strict=True) if text}
         if "usage_details" in said:
             said["usage_details"] = msgspec.Raw(said["usage_details"].encode())
         return row(msgspec.json.encode(said), number)
@@ -178,13 +176,17 @@ def _useless(seen: _Observation) -> str | None:
 def _read(source: Source, options: Options, tally: Tally) -> Iterator[Request]:
     calls = Calls()
     is_json = source.head().lstrip()[:1] in (b"{", b"[")
-    read = by_record(_split, partial(_make, calls=calls)) if is_json else by_csv(partial(_make_csv, calls=calls))
+    read = (
+        by_record(_split, partial(_make, calls=calls))
+        if is_json
+        else by_csv(NEEDED, partial(_make_csv, calls=calls), MAY_HAVE)
+    )
     yield from settled(list(read(source, options, tally)), calls, tally)
 
 
 def _is_this(head: Head) -> bool:
     if not head.is_json:
-        return head.keys >= COLUMNS
+        return head.keys.issuperset(COLUMNS)
     pages = [page for name in ("data", "observations") if isinstance(page := head.first.get(name), list)]
     inside = [frozenset(page[0]) for page in pages if page and isinstance(page[0], dict)]
     return any(map(_is_observation, [head.keys, *inside]))

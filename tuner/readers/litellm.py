@@ -7,23 +7,11 @@ import msgspec
 
 from tuner.readers.chat import glanced
 from tuner.readers.clock import moment
-from tuner.readers.format import (
-    EMBEDDING,
-    FAILED,
-    NO_OUTPUT,
-    NO_PROMPT,
-    NOT_LLM,
-    SEVERAL,
-    Format,
-    Head,
-    Options,
-    Row,
-    Tokens,
-)
+from tuner.readers.format import EMBEDDING, FAILED, NO_OUTPUT, NO_PROMPT, NOT_LLM, SEVERAL, Format, Head, Options, Row
 from tuner.readers.lengths import Ruler
 from tuner.readers.records import by_record, listed
 from tuner.readers.source import Tally
-from tuner.workload import Request
+from tuner.workload import Request, Tokens
 
 CACHED = "answered from the gateway's own cache"
 CALLS = frozenset({

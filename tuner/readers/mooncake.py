@@ -8,20 +8,9 @@ from typing import Annotated
 
 import msgspec
 
-from tuner.readers.format import (
-    NO_OUTPUT,
-    NO_PROMPT,
-    BlockId,
-    Format,
-    Head,
-    Options,
-    Row,
-    Tokens,
-    by_line,
-    check_blocks,
-)
+from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Format, Head, Options, Row, by_line, check_blocks
 from tuner.readers.source import Tally
-from tuner.workload import LATEST, Request
+from tuner.workload import LATEST, BlockId, Request, Tokens
 
 BLOCK = 512
 KEYS = frozenset({"timestamp", "input_length", "output_length", "hash_ids"})

@@ -25,14 +25,13 @@ from tuner.readers.format import (
     Head,
     Options,
     Row,
-    Tokens,
     instant,
 )
 from tuner.readers.lengths import Ruler
 from tuner.readers.records import by_record
 from tuner.readers.sessions import Calls, settled
 from tuner.readers.source import Damaged, Source, Tally
-from tuner.workload import Request
+from tuner.workload import Request, Tokens
 
 VLLM = "llm_request"
 GENERATING = frozenset({"chat", "text_completion", "generate_content", "completion", "responses"})

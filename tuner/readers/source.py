@@ -45,7 +45,7 @@ class Source:
                     raise self.refused(number, f"a line of more than {LONGEST_LINE >> 20} MiB", "is this a trace?")
                 if number == 1:
                     line = self._without_mark(line)  # noqa: PLW2901
-                if line.strip():
+                if line and not line.isspace():
                     yield number, line.rstrip(b"\r\n")
 
     def whole(self) -> bytes:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO
 
-import msgspec
 import numpy as np
 
 from tuner.transforms import Columns, Ints
-from tuner.workload import FIRST_MARK, Request, encoded, group_of, relabelled, unused_mark
+from tuner.workload import FIRST_MARK, Request, decoded, encoded, group_of, relabelled, unused_mark
 
 
 @dataclass(slots=True)
@@ -72,11 +71,17 @@ class Spool:
         )
         return place, Columns(since, input_len, output_len, np.frombuffer(self._group, dtype=np.int64)[place])
 
-    def rows(self, place: Ints, copy: Ints) -> Iterator[Request]:
-        """Yield the rows at these places; what is shared within a copy is shared with no other copy."""
+    def lines(self, place: Ints, copy: Ints) -> Iterator[bytes]:
+        """Yield the rows at these places, encoded; what is shared within a copy is shared with no other copy."""
         self.file.flush()
-        decode = msgspec.json.Decoder(Request).decode
         with mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ) as rows:
             for at, number in zip(place.tolist(), copy.tolist(), strict=True):
-                row = decode(rows[self._end[at] : self._end[at + 1]])
-                yield relabelled(row, number, self.greatest_block + 1, self.mark)
+                line = rows[self._end[at] : self._end[at + 1]]
+                yield line if not number else self._copied(line, number)
+
+    def rows(self, place: Ints, copy: Ints) -> Iterator[Request]:
+        """Yield the rows of these lines."""
+        return map(decoded, self.lines(place, copy))
+
+    def _copied(self, line: bytes, number: int) -> bytes:
+        return encoded(relabelled(decoded(line), number, self.greatest_block + 1, self.mark))

@@ -12,21 +12,10 @@ import msgspec
 from tuner.readers.blocks import BLOCK
 from tuner.readers.chat import Prompt
 from tuner.readers.clock import unit
-from tuner.readers.format import (
-    NO_OUTPUT,
-    NO_PROMPT,
-    BlockId,
-    Format,
-    Head,
-    Options,
-    Row,
-    Tokens,
-    by_line,
-    check_blocks,
-)
+from tuner.readers.format import NO_OUTPUT, NO_PROMPT, Format, Head, Options, Row, by_line, check_blocks
 from tuner.readers.lengths import Ruler
 from tuner.readers.source import Tally
-from tuner.workload import LATEST, Request
+from tuner.workload import LATEST, BlockId, Request, Tokens
 
 NO_LENGTH = "no output length (output_tokens or output_length)"
 

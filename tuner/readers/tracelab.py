@@ -12,9 +12,9 @@ import msgspec
 
 from tuner.readers.blocks import BLOCK, Run
 from tuner.readers.clock import NO_ARRIVAL
-from tuner.readers.format import DAMAGE, NO_OUTPUT, NO_PROMPT, Format, Head, Options, Row, Tokens, by_line, instant
+from tuner.readers.format import DAMAGE, NO_OUTPUT, NO_PROMPT, Format, Head, Options, Row, by_line, instant
 from tuner.readers.source import Damaged, Source, Tally
-from tuner.workload import Request
+from tuner.workload import Request, Tokens
 
 INPUT, OUTPUT = frozenset({"user_message", "tool_result"}), frozenset({"reasoning", "text", "tool_call"})
 OTHERS = "cached tokens that the round before did not have in its prompt: counted as new"
