@@ -288,11 +288,13 @@ def test_a_window_is_cut_after_the_rate_and_the_clock_are_changed(tmp_path: Path
 
 
 def test_what_was_done_to_a_workload_is_told_of_those_made_of_it(tmp_path: Path) -> None:
-    """Scaled rows that are cut again are still scaled; what lies beside them is not taken, and that is said."""
+    """Scaled rows that are cut again are still scaled; what lies beside them is left behind, and that is said."""
     first = imported(MOONCAKE, tmp_path / "first", window="2min", shrink=16)
     second = imported(tmp_path / "first", tmp_path / "second", rate_scale=0.5)
 
-    assert second["transforms"][:-1] == first["transforms"]
+    kept = [words for words in first["transforms"] if not words.startswith("confirm: ")]
+    assert len(kept) == len(first["transforms"]) - 1
+    assert second["transforms"][:-1] == kept
     assert second["transforms"][-1].startswith("rate scaled 0.5x")
     assert any("history.jsonl, confirm.jsonl, confirm_history.jsonl stay behind" in note for note in second["notes"])
 
@@ -315,6 +317,34 @@ def test_a_trace_of_little_more_than_the_window_has_no_second_one(tmp_path: Path
 
     assert set(said["files"]) == {"workload"}
     assert any("no confirm.jsonl" in words for words in said["transforms"])
+
+
+def test_hours_that_each_trial_would_replay_are_said(tmp_path: Path) -> None:
+    """With the way out; a window is as long as somebody wanted it."""
+    (tmp_path / "t.csv").write_text(
+        "\n".join(
+            ["arrived_at,num_prefill_tokens,num_decode_tokens", *(f"{i * 10},{100 + i % 7},5" for i in range(800))]
+        )
+    )
+    whole, part = (
+        imported(tmp_path / "t.csv", tmp_path / "a"),
+        imported(tmp_path / "t.csv", tmp_path / "b", window="1h"),
+    )
+
+    assert any(note.startswith("from first to last row 2 h 13 min, and each trial") for note in whole["notes"])
+    assert not any("each trial replays" in note for note in part["notes"])
+
+
+def test_prompts_are_for_their_owners_eyes(tmp_path: Path) -> None:
+    """Files with somebody's text are as a recording's are; lengths and block ids are for all."""
+    (tmp_path / "p.jsonl").write_text(json.dumps({"arrival_s": 0, "input_len": 2, "output_len": 5, "prompt": [7, 8]}))
+    imported(tmp_path / "p.jsonl", tmp_path / "with")
+    imported(AZURE, tmp_path / "without")
+
+    (tmp_path / "any").touch()
+    files = [tmp_path / "any", *(tmp_path / name / "workload.jsonl" for name in ("with", "without"))]
+    usual, own, others = (file.stat().st_mode & 0o777 for file in files)
+    assert (own, others) == (0o600, usual)
 
 
 def test_times_are_scaled_on_request(tmp_path: Path) -> None:

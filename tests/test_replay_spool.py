@@ -1,6 +1,7 @@
 """Requests laid out before the clock: few in memory, many on disk, never all of a long trace in memory."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def test_nothing_is_left_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
         assert any(name.startswith(str(tmp_path)) for name in opened)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_disk_does_not_give_back_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an error of the host, which ends a replay: an OSError would pass for one of the network's."""
+    monkeypatch.setattr(spool, "MOST_IN_MEMORY", 0)
+    with Spool() as laid:
+        laid.add(b"x" * 4096)
+        with Path("/dev/null").open("wb") as unreadable:  # in place of a disk that fails
+            os.dup2(unreadable.fileno(), laid._file.fileno())  # type: ignore[union-attr]
+
+        with pytest.raises(HostError, match="the replay's requests cannot be read back: Bad file descriptor"):
+            laid.take(0)
 
 
 @contextmanager

@@ -1,17 +1,19 @@
 """Make a workload of a trace that somebody else recorded: read it once, decide, write what is kept.
 
 Rows go through a file of their own between the two passes, so that of a long trace only
-columns stay in memory (32 bytes a row, and as much again while they are sorted).
+columns stay in memory (32 bytes a row, and as much again while they are sorted). The file has no name.
 Order of what is done to them: shrink, length limit, spreading, time scale, rate, window.
 """
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from tuner.workload import BESIDE, Fingerprint, decoded, encoded, moved
 
 SOURCE = "source.json"
 ROWS = "workload.jsonl"
+OWN, OPEN = 0o600, 0o666  # modes of files with prompts, as a recording's are, and without; less the umask
 NO_SHRUNK_PROMPT = "prompts left out, and what they share: a text cannot be divided (--shrink)"
 LARGEST_SCALE = 1e6
 
@@ -210,7 +213,8 @@ def run(wanted: Wanted) -> Imported:
 def _before(wanted: Wanted) -> Provenance:
     """Return what is written beside the rows of a workload of ours: it is as true of those made of them."""
     is_ours = wanted.format is formats.FORMATS["tune"] and wanted.source.name == ROWS
-    return (provenance.read(wanted.source.parent) if is_ours else None) or Provenance({}, {})
+    found = (provenance.read(wanted.source.parent) if is_ours else None) or Provenance({}, {})
+    return replace(found, transforms=tuple(words for words in found.transforms if not words.startswith("confirm: ")))
 
 
 def _left_behind(wanted: Wanted) -> Iterator[str]:
@@ -256,8 +260,9 @@ def _fill(spool: Spool, tally: Tally, wanted: Wanted) -> None:
 def _write(folder: Path, spool: Spool, plan: Plan, time_scale: float) -> tuple[dict[str, int], str]:
     """Write a file a part; return the rows of each, and the fingerprint of the workload."""
     fingerprint = Fingerprint()
+    opener = partial(os.open, mode=OWN if spool.has_prompts else OPEN)
     for name, part in plan.parts.items():
-        with (folder / f"{name}.jsonl").open("wb") as file:
+        with open(folder / f"{name}.jsonl", "wb", opener=opener) as file:
             lines = spool.lines(part.row, part.copy)
             for line, arrival in zip(lines, part.arrival.tolist(), strict=True):
                 placed = moved(line if time_scale == 1 else _scaled(line, time_scale), arrival)

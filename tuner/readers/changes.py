@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from msgspec.structs import replace as changed
 
-from tuner import reuse, transforms
+from tuner import reuse, transforms, units
 from tuner.errors import SpecError
 from tuner.readers.spool import Spool
 from tuner.transforms import Columns, Ints, Selection
-from tuner.workload import LATEST, Request
+from tuner.workload import GREATEST_BLOCK, LATEST, Request
 
-GREATEST_BLOCK = 2**63 - 1  # as `format.BlockId` has it
+LONG = 1800.0  # seconds that a trial should not take for its replay alone
 FASTEST = 1000.0  # requests a second, beyond which a wrong unit of time is likelier
 
 
@@ -96,7 +96,8 @@ def plan(changes: Changes, spool: Spool) -> Plan:
         dropped["outside the windows"] = len(np.unique(rows.row)) - len(kept)
     found = {name: replace(part, row=place[part.row]) for name, part in parts.items() if len(part)}
     words = [*_row_words(changes), *words, *said]
-    return Plan(found, +dropped, tuple(words), tuple(_clock_notes(changes, recorded)))
+    notes = [*_clock_notes(changes, recorded), *_length_notes(changes, rows)]
+    return Plan(found, +dropped, tuple(words), tuple(notes))
 
 
 def _check_room(changes: Changes, spool: Spool, rows: Selection) -> None:
@@ -166,6 +167,15 @@ def _clock_notes(changes: Changes, columns: Columns) -> Iterator[str]:
         )
     if n > 1 and (not span or n / span > FASTEST):
         yield f"{n:,} requests in {span:g} s: is the unit of time right? (--time-unit, --time-scale)"
+
+
+def _length_notes(changes: Changes, rows: Selection) -> Iterator[str]:
+    span = float(rows.arrival.max() - rows.arrival.min())
+    if changes.window is None and span > LONG:
+        yield (
+            f"from first to last row {units.format_elapsed(span)}, and each trial replays all of it: "
+            "--window 10m chooses ten minutes that are like the whole"
+        )
 
 
 # --- The windows ------------------------------------------------------------------------------------------

@@ -20,11 +20,13 @@ class Spool:
         file: where the rows are, a line each.
         greatest_block: the largest block id, -1 without any.
         mark: what is in no name of a row.
+        has_prompts: whether a row has somebody's text, as it is or as token ids.
     """
 
     file: IO[bytes]
     greatest_block: int = -1
     mark: str = FIRST_MARK
+    has_prompts: bool = False
     _arrival: "array[float]" = field(default_factory=lambda: array("d"))
     _input_len: "array[int]" = field(default_factory=lambda: array("i"))
     _output_len: "array[int]" = field(default_factory=lambda: array("i"))
@@ -46,6 +48,8 @@ class Spool:
         self._output_len.append(row.output_len)
         self._group.append(self._group_of(row))
         self.mark = unused_mark(row, self.mark)
+        if row.prompt is not None:
+            self.has_prompts = True
         if row.block_ids:
             self.greatest_block = max(self.greatest_block, max(row.block_ids))  # noqa: PLW3301 (faster so)
 

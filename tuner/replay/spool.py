@@ -54,12 +54,22 @@ class Spool:
             self._to_disk()
 
     def take(self, row: int) -> bytes:
-        """Return a request, once: what was in memory is not any longer."""
+        """Return a request, once: what was in memory is not any longer.
+
+        Raises:
+            HostError: the disk does not give it back.
+        """
         if self._file is None:
             request, self._kept[row] = self._kept[row], b""
             return request
         start, end = self._ends[row : row + 2]
-        return os.pread(self._file.fileno(), end - start, start)
+        try:
+            return os.pread(self._file.fileno(), end - start, start)
+        except OSError as error:
+            raise HostError(
+                f"{_folder()}: the replay's requests cannot be read back: {error.strerror}",
+                hint="is the disk sound? TMPDIR names another folder",
+            ) from error
 
     def expect(self, first: int, stop: int) -> None:
         """Have the kernel fetch the rows from `first` to before `stop`, in case it has dropped them from memory."""
