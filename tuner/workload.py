@@ -24,14 +24,14 @@ from tuner.transforms import Columns
 BESIDE = ("history.jsonl", "confirm.jsonl", "confirm_history.jsonl")  # files that a workload may have besides its rows
 LATEST = 1e12  # later than any clock, and exact enough as a float
 FIRST_MARK = "/"  # between the name of a row and the number of its copy
-GREATEST_BLOCK = 2**63 - 1  # and token id
+GREATEST_BLOCK = 2**63 - 1
 MOST_TOKENS = 10_000_000  # of one prompt or answer; a row of more would fill this host's memory
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=-LATEST, le=LATEST)]
 Pause = Annotated[float, msgspec.Meta(ge=0, le=LATEST)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, le=GREATEST_BLOCK)]
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=GREATEST_BLOCK)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class Request(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.replay import measure as replaying
 from benchmarks.replay.measure import ROOT, on_core
 from tuner import tiny_model
 from tuner.deployment.launcher import LocalLauncher
@@ -116,35 +117,50 @@ def _request(model: str, prompt: list[int], tokens: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
-    """TTFT of the same kind of request straight and through, in seconds, one pair an element."""
+class Rounds:
+    """TTFT of the same kind of request each way, in seconds, one round an element."""
 
     direct: Floats
-    through: Floats
+    relayed: Floats
+    tapped: Floats
 
     @property
     def added(self) -> Floats:
-        """What the tap added, pair by pair."""
-        difference: Floats = self.through - self.direct
+        """What the tap added, round by round."""
+        difference: Floats = self.tapped - self.direct
+        return difference
+
+    @property
+    def least(self) -> Floats:
+        """What a relay that looks at nothing added."""
+        difference: Floats = self.relayed - self.direct
         return difference
 
 
-def pairs(
-    direct: str, through: str, model: str, count: int, *, prompt_tokens: int, tokens: int, seed: int = 0
-) -> Pairs:
-    """Ask both ways in turns, direct first in every other pair; every prompt is new to the server's cache."""
+@contextmanager
+def relay(url: str, core: int | None) -> Iterator[str]:
+    """Run the relay in front of a server while the block runs; give its URL."""
+    with replaying.listening("benchmarks.record.relay", ["--port", str(urlsplit(url).port)], core) as relayed:
+        yield relayed
+
+
+def rounds(
+    direct: str, relayed: str, tapped: str, model: str, count: int, *, prompt_tokens: int, tokens: int, seed: int = 0
+) -> Rounds:
+    """Ask each way in turns, in every other round backwards; every prompt is new to the server's cache."""
     rng = np.random.default_rng(seed)
-    with closing(Line(direct, model)) as straight, closing(Line(through, model)) as tapped:
-        found: dict[Line, list[float]] = {straight: [], tapped: []}
-        for number in range(-WARM_PAIRS, count):
-            for line in (straight, tapped) if number % 2 == 0 else (tapped, straight):
+    with ExitStack() as stack:
+        lines = [stack.enter_context(closing(Line(url, model))) for url in (direct, relayed, tapped)]
+        found: list[list[float]] = [[] for _ in lines]
+        for number in range(-WARM_ROUNDS, count):
+            for line, times in list(zip(lines, found, strict=True))[:: -1 if number % 2 else 1]:
                 prompt = [int(token) for token in rng.integers(3, VOCABULARY, prompt_tokens)]
-                found[line].append(line.ttft(prompt, tokens))
+                times.append(line.ttft(prompt, tokens))
                 time.sleep(PAUSE)
-    return Pairs(np.array(found[straight][WARM_PAIRS:]), np.array(found[tapped][WARM_PAIRS:]))
+    return Rounds(*(np.array(times[WARM_ROUNDS:]) for times in found))
 
 
-WARM_PAIRS = 5
+WARM_ROUNDS = 5
 
 
 def cpu_seconds(pid: int) -> float:

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,18 +163,25 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 @contextmanager
 def serving(load: Load, core: int) -> Iterator[str]:
     """Serve a load's timing on a free port while the block runs; give the URL."""
-    command = [
-        sys.executable, "-m", "benchmarks.replay.server", "--port", "0", "--ttft", str(load.ttft),
-        "--itl", str(load.itl), "--tokens", str(load.output_tokens), "--prompt-tokens", str(load.prompt_tokens),
+    words = [
+        "--port", "0", "--ttft", str(load.ttft), "--itl", str(load.itl), "--tokens", str(load.output_tokens),
+        "--prompt-tokens", str(load.prompt_tokens),
     ]  # fmt: skip
-    with on_core(core):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    with listening("benchmarks.replay.server", words, core) as url:
+        yield url
+
+
+@contextmanager
+def listening(module: str, words: Sequence[str], core: int | None) -> Iterator[str]:
+    """Run a program that prints the port it listens on, on a core or on any, while the block runs; give its URL."""
+    with on_core(core) if core is not None else nullcontext():
+        process = subprocess.Popen([sys.executable, "-m", module, *words], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         is_told = select.select([process.stdout], [], [], START_TIMEOUT)[0]
         port = process.stdout.readline().decode().strip() if is_told else ""
         if not port:
-            raise RuntimeError(f"the server did not start in {START_TIMEOUT:.0f} s; exit code {process.poll()}")
+            raise RuntimeError(f"{module} did not start in {START_TIMEOUT:.0f} s; exit code {process.poll()}")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from tuner.proxy.asked import Message, TokenId, Unreplayable
-from tuner.workload import MOST_TOKENS
+from tuner.proxy.asked import Message, Unreplayable
+from tuner.workload import MOST_TOKENS, TokenId
 
 NO_STREAM_USAGE = "no usage in the stream: ask for stream_options.include_usage"
 NO_USAGE = "no usage in the answer"

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
+
+from tuner.workload import TokenId
 
 COMPLETIONS, CHAT, RESPONSES = "completions", "chat", "responses"
 PATHS = {"/chat/completions": CHAT, "/completions": COMPLETIONS, "/responses": RESPONSES}
@@ -21,7 +23,6 @@ OF_THE_TEMPLATE = ("messages", "tools", "add_generation_prompt", "continue_final
                    "chat_template", "mm_processor_kwargs")  # fmt: skip
 
 Json = dict[str, Any]
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Unreplayable(Exception):  # noqa: N818 (a fact about a request, and no error)

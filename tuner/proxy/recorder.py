@@ -5,6 +5,7 @@ stops accepting and lets open requests end; the second cuts them off.
 """
 
 import asyncio
+import gc
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -68,12 +69,15 @@ def run(wanted: Wanted, say: Callable[[str], None]) -> Recorded:
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
+    gc.collect()
+    gc.freeze()  # what is here stays: no collection in the middle of an answer need look at it
     try:
         with ExitStack() as until_finished:
             with asyncio.Runner(loop_factory=None if uvloop is None else uvloop.new_event_loop) as runner:
                 ledger = runner.run(_record(wanted, say, until_finished))
             return Recorded(recording.finish(wanted.folder, ledger.counted()), not ledger.is_broken)
     finally:
+        gc.unfreeze()
         sys.setswitchinterval(before)
 
 

@@ -67,7 +67,7 @@ def session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE), auto_decompress=False, trust_env=False,
         cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
-        max_line_size=MOST_OF_A_LINE, max_field_size=MOST_OF_A_LINE,
+        max_line_size=MOST_OF_A_LINE, max_field_size=MOST_OF_A_LINE, skip_auto_headers=SAID_BY_AIOHTTP,
     )  # fmt: skip
 
 
@@ -149,7 +149,6 @@ class Tap:
         return await self.http.request(
             request.method, URL(self.upstream + target, encoded=True), headers=onward(request, OURS),
             data=await _to_send(request, exchange), allow_redirects=False,
-            skip_auto_headers=SAID_BY_AIOHTTP,
         )  # fmt: skip
 
     async def _answer(

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import aiohttp
 import msgspec
 
-from tuner.proxy.asked import Json, TokenId
+from tuner.proxy.asked import Json
+from tuner.workload import TokenId
 
 DEADLINE = 30.0  # seconds for one prompt
 PROBE_DEADLINE = 10.0

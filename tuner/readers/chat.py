@@ -6,11 +6,12 @@ with `content`); a JSON text inside a JSON string is looked into.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import msgspec
 
 from tuner.readers.source import Damaged, Dropped
+from tuner.workload import TokenId
 
 MEDIA = "images, audio or files in the prompt"
 SEVERAL_PROMPTS = "several prompts in one call"
@@ -22,8 +23,6 @@ TOOLS = frozenset({
 
 TYPED, TYPED_IN_STRING = b'type"', b'type\\"'  # parts of other kinds than text say so
 MESSAGE = frozenset({"role", "type"})
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
