@@ -77,9 +77,9 @@ def tests(python: Path, rest: list[str]) -> list[list[str | Path]]:
     pytest += ["-q", "--durations", "12"]
     by_twos = [*pytest, "-n", "2", "--dist", "loadfile", "-m"]
     return [
-        [*by_twos, "not (timing or live or browser)"],
+        [*by_twos, "not (timing or live)"],
         [*by_twos, "live and not timing"],
-        [*pytest, "-m", "timing or browser"],
+        [*pytest, "-m", "timing"],
     ]
 
 
