@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_data import VOCAB_SIZE, Row, evenly, records, serving
 
@@ -71,6 +71,7 @@ def test_a_process_that_ends_early_is_an_error() -> None:
         crew.drive([Fails()], lambda _: None, every=0.05)  # type: ignore[list-item]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5))
 def test_what_processes_saw_is_put_in_order(count: int, processes: int) -> None:
     """Chunks stay with their request, whoever sent it."""
