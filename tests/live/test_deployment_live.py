@@ -85,17 +85,28 @@ def shared_memory() -> Iterator[None]:
     assert left == set()
 
 
-def unmapped(before: set[Path]) -> set[str]:
+def unmapped(before: set[Path]) -> set[Path]:
     """Return the shared memory that was not there before and that no living process has mapped."""
-    return {str(path) for path in set(SHARED_MEMORY.iterdir()) - before} - mapped()
+    taken = mapped()
+    found = {path: number for path in set(SHARED_MEMORY.iterdir()) - before if (number := inode(path))}
+    return {path for path, number in found.items() if number not in taken}
 
 
-def mapped() -> set[str]:
-    """Return the shared memory that living processes have mapped."""
-    found: set[str] = set()
+def inode(path: Path) -> int | None:
+    """Return a file's inode, by which it is mapped: a semaphore is renamed after that."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def mapped() -> set[int]:
+    """Return the inodes of the shared memory that living processes have mapped."""
+    found: set[int] = set()
     for table in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # ended meanwhile, or not ours to read
-            found |= {line.split()[-1] for line in table.read_text().splitlines() if str(SHARED_MEMORY) in line}
+            lines = [line.split(maxsplit=5) for line in table.read_text().splitlines() if f"{SHARED_MEMORY}/" in line]
+            found |= {int(line[4]) for line in lines}
     return found
 
 
