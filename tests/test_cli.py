@@ -133,7 +133,7 @@ def measured(project: Project) -> list[Mapping[str, object]]:
 @pytest.mark.once
 def test_an_slo_out_of_reach_exits_3_and_names_the_closest(project: Project) -> None:
     """The closest configuration is shown and exported with its miss."""
-    done = project.tune("run", "s.yaml", "--slo", "ttft=0.01ms", "--mlflow", "off")
+    done = project.tune("run", "s.yaml", "--slo", "ttft=0.01ms", "--trials", "1", "--mlflow", "off")
 
     assert done.returncode == 3
     assert "SLO not met: closest is trial" in done.stdout
@@ -284,7 +284,7 @@ def test_the_default_is_measured_however_often_it_was_interrupted(project: Proje
         assert running.returncode == 130, said
         assert "--resume runs/fake" in said
         words = ["run", "--resume", "runs/fake"]
-    done = project.tune(*words, "--mlflow", "off")
+    done = project.tune(*words, "--trials", "1", "--mlflow", "off")
 
     assert done.returncode == 0, done.stderr
     assert next(r["label"] for r in project.results() if r["failure"] is None) == "default"
@@ -305,29 +305,29 @@ def test_a_run_folder_has_one_writer(project: Project) -> None:
 @pytest.mark.once
 def test_a_result_that_was_taken_away_is_measured_again(project: Project) -> None:
     """The hint for a damaged result keeps its promise, for the default as well."""
-    project.tune("run", "s.yaml", "--mlflow", "off")
+    project.tune("run", "s.yaml", "--mlflow", "off", "--trials", "2")
     for number in (0, 1):
         (project.folder / f"runs/fake/trials/{number:04d}/result.json").unlink()
     done = project.tune("run", "--resume", "runs/fake", "--mlflow", "off")
 
     labels = [r["label"] for r in measured(project)]
     assert done.returncode == 0, done.stderr
-    assert len(labels) == 3
+    assert len(labels) == 2
     assert labels.count("default") == 1
 
 
 @pytest.mark.once
 def test_a_lost_storage_or_a_changed_study_is_refused(project: Project) -> None:
     """Numbers are not given away twice, and two studies are not mixed."""
-    project.tune("run", "s.yaml", "--mlflow", "off")
+    project.tune("run", "s.yaml", "--mlflow", "off", "--trials", "1")
     before = project.results()
     file = project.folder / "runs/fake/study.yaml"
     text = file.read_text()
     file.write_text(text.replace("model: m", "model: other"))
-    changed = project.tune("run", "--resume", "runs/fake", "--mlflow", "off", "--trials", "5")
+    changed = project.tune("run", "--resume", "runs/fake", "--mlflow", "off", "--trials", "2")
     file.write_text(text)
     (project.folder / "runs/fake/optuna.db").unlink()
-    lost = project.tune("run", "--resume", "runs/fake", "--mlflow", "off", "--trials", "5")
+    lost = project.tune("run", "--resume", "runs/fake", "--mlflow", "off", "--trials", "2")
 
     assert (changed.returncode, lost.returncode) == (2, 4)
     assert "was changed since the run began" in changed.stderr
@@ -370,7 +370,7 @@ def test_a_reader_that_has_gone_does_not_change_the_exit_code(project: Project) 
 @pytest.mark.once
 def test_a_finished_run_is_shown_and_exported_again(project: Project) -> None:
     """Show and export read the run folder alone, in which the workload has its card."""
-    project.tune("run", "s.yaml", "--mlflow", "off")
+    project.tune("run", "s.yaml", "--mlflow", "off", "--trials", "1")
     shown = project.tune("show", "runs/fake")
     exported = project.tune("export", "runs/fake", "-o", "out", "--pick", "0")
 
@@ -384,7 +384,7 @@ def test_a_finished_run_is_shown_and_exported_again(project: Project) -> None:
 
 def test_a_study_mirrors_itself_to_mlflow(project: Project) -> None:
     """Without --mlflow: an embedded store beside the run folders, one parent and a child a trial."""
-    done = project.tune("run", "s.yaml")
+    done = project.tune("run", "s.yaml", "--trials", "2")
     listed = subprocess.run(
         [sys.executable, "-c", COUNT_RUNS, str(project.folder / "runs" / "mlflow.db")],
         capture_output=True, text=True, timeout=60, check=True,

@@ -13,7 +13,7 @@ from replay_data import FakeServer, serving
 
 from tuner.serving import Role
 
-pytestmark = [pytest.mark.timing, pytest.mark.once]
+pytestmark = pytest.mark.once
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -176,6 +176,7 @@ def test_a_prefiller_may_die_after_its_answer(tmp_path: Path) -> None:
         assert failure(ask(decoder.url, kv_transfer_params=params)) == (500, "InternalServerError")
 
 
+@pytest.mark.timing
 def test_a_prefiller_may_die_during_a_transfer(tmp_path: Path) -> None:
     """The decoder sees it at once; the transfer would have taken 20 s."""
     with (
@@ -190,6 +191,7 @@ def test_a_prefiller_may_die_during_a_transfer(tmp_path: Path) -> None:
         assert failure(answer.result(timeout=5)) == (500, "InternalServerError")
 
 
+@pytest.mark.timing
 def test_a_side_channel_port_that_is_taken_hangs_the_start(tmp_path: Path) -> None:
     """As in vLLM 0.26: a line in the log, and never ready."""
     with member(tmp_path / "p", Role.PREFILLER) as first:

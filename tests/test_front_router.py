@@ -35,7 +35,7 @@ from replay_data import FakeServer, evenly, play
 
 from tuner.serving import Role
 
-pytestmark = [pytest.mark.timing, pytest.mark.once, needs_router]
+pytestmark = [pytest.mark.once, needs_router]
 
 POLICIES = ("round_robin", "random", "power_of_two", "cache_aware", "consistent_hash", "sticky_least_loaded")
 SLOW = {"first_token": 0.1, "gap": 0.1}
@@ -214,6 +214,7 @@ def leave(url: str, *, after_bytes: bool, stream: bool = True) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("topology", "after_bytes", "streamed"),
     [("pair", True, True), ("pair", False, False), ("replica", True, True), ("replica", False, False)],
@@ -228,6 +229,7 @@ def test_a_server_sees_that_the_client_has_left(
         assert wait_until(lambda: outcomes(group.servers[-1]), timeout=1) == ["client_left"]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("topology", ["pair", "replica"])
 def test_a_client_that_leaves_before_the_first_token_ends_the_prefill(tmp_path: Path, topology: str) -> None:
     """The prefiller's request, or the replica's, is aborted, and no decoder is asked."""
@@ -263,6 +265,7 @@ def at_once(url: str, prompts: Sequence[Any]) -> None:
 # The splits seen of 64 concurrent and of 16 sequential prompts: token ids; text, where that differs.
 # round_robin 32:32, 8:8; random 31:33, 9:7; power_of_two 33:31, 7:9; cache_aware 32:32, 0:16;
 # consistent_hash 64:0, 0:16 (text 31:33); sticky_least_loaded 64:0, 16:0 (text 35:29).
+@pytest.mark.timing
 @pytest.mark.parametrize("policy", POLICIES)
 def test_two_policies_send_every_prompt_of_token_ids_to_one_replica(tmp_path: Path, policy: str) -> None:
     """64 different prompts at once: consistent_hash and sticky_least_loaded see no text in them, and one key in all."""
@@ -280,6 +283,7 @@ def test_two_policies_send_every_prompt_of_token_ids_to_one_replica(tmp_path: Pa
         assert min(split) >= 12
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("policy", ["consistent_hash", "sticky_least_loaded"])
 def test_the_two_spread_prompts_of_text(tmp_path: Path, policy: str) -> None:
     """The same policies and 64 different texts."""
@@ -299,6 +303,7 @@ def test_cache_aware_sends_one_after_another_to_one_replica(tmp_path: Path, prom
         assert min(received(group)) == 0
 
 
+@pytest.mark.timing
 def test_cache_aware_keeps_equal_token_ids_together(tmp_path: Path) -> None:
     """The same prompt 32 times at once is one server's."""
     with replicas(tmp_path, SLOW, SLOW, policy="cache_aware") as group:
@@ -308,6 +313,7 @@ def test_cache_aware_keeps_equal_token_ids_together(tmp_path: Path) -> None:
         assert min(received(group)) == 0
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_a_pd_group_every_policy_spreads_token_ids(tmp_path: Path, policy: str) -> None:
     """64 different prompts at once over two prefillers and two decoders."""

@@ -46,7 +46,11 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runs(tmp_path: Path, empty_store: Path) -> Path:
     """A folder of runs whose name needs quoting, with files of two trials."""
-    folder = tmp_path / "my runs"
+    return folder_of_runs(tmp_path, empty_store)
+
+
+def folder_of_runs(where: Path, empty_store: Path) -> Path:
+    folder = where / "my runs"
     trial_folder = folder / "quickstart" / "trials" / "0000"
     (trial_folder / "repeat-1").mkdir(parents=True)
     (trial_folder / "config.yaml").write_text("model: tune/tiny-qwen2\n")
@@ -55,6 +59,27 @@ def runs(tmp_path: Path, empty_store: Path) -> Path:
     (trial_folder / "repeat-1" / "metrics.json").write_text("{}")
     card.write(folder / "quickstart" / "workload", TRAFFIC, name=card.PAGE)
     shutil.copy(empty_store, folder / "mlflow.db")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> tuple[Path, MlflowSink]:
+    """A study of nine trials, published as it went, and who published it: to be looked at, not changed."""
+    folder = folder_of_runs(tmp_path_factory.mktemp("sent"), empty_store)
+    return folder, publish(folder)
+
+
+@pytest.fixture(scope="module")
+def published(sent: tuple[Path, MlflowSink]) -> Path:
+    """The folder of runs of that study."""
+    return sent[0]
+
+
+@pytest.fixture(scope="module")
+def published_groups(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """The same of a study over topologies."""
+    folder = folder_of_runs(tmp_path_factory.mktemp("groups"), empty_store)
+    publish(folder, groups(), GROUPS)
     return folder
 
 
@@ -85,6 +110,16 @@ def publish(
         so_far.append(result)
         made.trial_ended(result, so_far)
     made.study_ended(so_far)
+    return made
+
+
+def publish_at_once(
+    runs: Path, results: list[TrialResult] | None = None, spec: StudySpec | None = None, **changes: Any
+) -> MlflowSink:
+    """Send a study that is over, in a tenth of the time."""
+    made, results = sink(runs, **changes), budgets() if results is None else results
+    made.study_started(spec or study(), results)
+    made.study_ended(results)
     return made
 
 
@@ -132,12 +167,13 @@ def text_of(runs: Path, run_id: str, path: str) -> str:
     return Path(client(runs).download_artifacts(run_id, path)).read_text()
 
 
-def test_a_study_is_a_parent_with_a_child_per_trial(runs: Path) -> None:
+def test_a_study_is_a_parent_with_a_child_per_trial(sent: tuple[Path, MlflowSink]) -> None:
     """One parent, nine children below it with short names, all closed with the right status."""
-    assert publish(runs).synced
+    runs, made = sent
     top = parent(runs)
     children = runs_of(runs, "trial")
 
+    assert made.synced
     assert top.info.status == "FINISHED"
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {top.info.run_id}
     assert [run.info.run_name for run in children] == [
@@ -148,10 +184,9 @@ def test_a_study_is_a_parent_with_a_child_per_trial(runs: Path) -> None:
     assert children[4].info.end_time == round((START + 80 * 4 + 72) * 1000)
 
 
-def test_params_are_the_effective_arguments_under_vllms_names(runs: Path) -> None:
+def test_params_are_the_effective_arguments_under_vllms_names(published: Path) -> None:
     """Every param is on every child; the default's budget is the one the server resolved."""
-    publish(runs)
-    children = runs_of(runs, "trial")
+    children = runs_of(published, "trial")
 
     assert len({frozenset(run.data.params) for run in children}) == 1
     assert children[0].data.params == {
@@ -202,10 +237,9 @@ def test_a_pd_groups_servers_are_logged_with_what_they_resolved() -> None:
     }
 
 
-def test_topologies_are_told_apart_by_params_that_every_run_has(runs: Path) -> None:
+def test_topologies_are_told_apart_by_params_that_every_run_has(published_groups: Path) -> None:
     """Parallel coordinates drop a run that lacks a param, so replicas say "none" and PD "not given"."""
-    publish(runs, groups(), GROUPS)
-    children = runs_of(runs, "trial")
+    children = runs_of(published_groups, "trial")
     names = ("topology", "topology.kind", "pd_ratio", "n_gpus", "max_num_batched_tokens",
              "prefiller.max_num_batched_tokens", "decoder.max_num_seqs")  # fmt: skip
 
@@ -249,10 +283,9 @@ def test_a_threshold_that_is_off_is_off_for_the_roles_a_trial_has() -> None:
     assert [seen[n][f"prefiller.{threshold}"] for n in range(4)] == ["not given", "0", "not given", "128"]
 
 
-def test_the_note_tells_whether_pd_pays(runs: Path) -> None:
+def test_the_note_tells_whether_pd_pays(published_groups: Path) -> None:
     """The sentence and a table in Markdown follow the answer; a study of one topology has neither."""
-    publish(runs, groups(), GROUPS)
-    note = parent(runs).data.tags["mlflow.note.content"].splitlines()
+    note = parent(published_groups).data.tags["mlflow.note.content"].splitlines()
     first = note.index("Best of each topology at 4 GPUs:")
 
     assert sum(line.startswith("- PD pays here at 4 GPUs, 1p3d") for line in note) == 1
@@ -262,11 +295,10 @@ def test_the_note_tells_whether_pd_pays(runs: Path) -> None:
     assert note[first + 8] == ""
 
 
-def test_metrics_are_milliseconds_with_one_point_each(runs: Path) -> None:
+def test_metrics_are_milliseconds_with_one_point_each(published: Path) -> None:
     """Medians at step 0, repeats under `repeat/` by number, excesses; nothing for failures and repeats."""
-    publish(runs)
-    children = runs_of(runs, "trial")
-    history = client(runs).get_metric_history(children[4].info.run_id, "repeat/itl_p99_ms")
+    children = runs_of(published, "trial")
+    history = client(published).get_metric_history(children[4].info.run_id, "repeat/itl_p99_ms")
 
     assert children[4].data.metrics["itl_p99_ms"] == pytest.approx(101.0)
     assert children[4].data.metrics["ttft_p50_ms.long"] == pytest.approx(589.0)
@@ -284,10 +316,9 @@ def test_numbers_that_are_none_stay_away() -> None:
     assert dict((k, v) for k, v, _ in found) == {"itl_p99_ms": 100.0}  # noqa: C402
 
 
-def test_tags_let_a_team_filter(runs: Path) -> None:
+def test_tags_let_a_team_filter(published: Path) -> None:
     """SLO, front, recommendation, role, outcome and failure are tags; those of the front are up to date."""
-    publish(runs)
-    tags = [run.data.tags for run in runs_of(runs, "trial")]
+    tags = [run.data.tags for run in runs_of(published, "trial")]
 
     assert [t["tune.slo"] for t in tags] == ["missed"] * 4 + ["met", "none", "missed", "met", "missed"]
     assert [t["tune.pareto"] for t in tags] == ["yes", "no", "yes", "yes", "yes", "no", "yes", "no", "no"]
@@ -308,20 +339,19 @@ def test_a_later_trial_takes_a_point_off_the_front(runs: Path) -> None:
     assert (before, runs_of(runs, "trial")[0].data.tags["tune.pareto"]) == ("yes", "no")
 
 
-def test_the_workload_is_a_dataset(runs: Path) -> None:
+def test_the_workload_is_a_dataset(published: Path) -> None:
     """Runs can be found by the traffic that was replayed."""
-    publish(runs)
-    (data,) = datasets(parent(runs))
+    (data,) = datasets(parent(published))
 
     assert (data.dataset.name, data.dataset.digest) == ("chat", ("ab" * 32)[:36])
     assert json.loads(str(data.dataset.profile))["requests"] == 73
-    assert len(client(runs).search_runs(["1"], "dataset.name = 'chat'")) == 10
+    assert len(client(published).search_runs(["1"], "dataset.name = 'chat'")) == 10
 
 
 def test_the_card_of_the_workload_lies_on_the_parent_as_in_the_run_folder(runs: Path, tmp_path: Path) -> None:
-    """Sent again from the same folder it is the same; prompts are in none of it."""
-    for _ in range(2):
-        publish(runs)
+    """Sent again from the same folder, with a trial more, it is the same; prompts are in none of it."""
+    for known in (1, 2):
+        publish_at_once(runs, budgets()[:known])
     top = parent(runs).info.run_id
     sent = Path(client(runs).download_artifacts(top, "workload", str(tmp_path)))
 
@@ -339,53 +369,52 @@ def test_a_run_from_before_there_were_cards_is_published_without(runs: Path) -> 
     (folder / "card.png").unlink()
     (folder / "card.png").symlink_to(runs / "mlflow.db")
 
-    assert publish(runs).synced
+    assert publish_at_once(runs).synced
     assert not [name for name in artifacts(runs, parent(runs).info.run_id) if name.startswith("workload/")]
 
 
-def test_files_of_a_trial_lie_on_its_run(runs: Path) -> None:
+def test_files_of_a_trial_lie_on_its_run(published: Path) -> None:
     """Configuration, command line, measurements, and the end of the server's log."""
-    publish(runs)
-    child = runs_of(runs, "trial")[0].info.run_id
+    child = runs_of(published, "trial")[0].info.run_id
 
-    assert artifacts(runs, child) == {"config.yaml", "command.txt", "server-any-0.tail.log", "repeat-1/metrics.json"}
-    tail = text_of(runs, child, "server-any-0.tail.log")
+    assert artifacts(published, child) == {
+        "config.yaml", "command.txt", "server-any-0.tail.log", "repeat-1/metrics.json",
+    }  # fmt: skip
+    tail = text_of(published, child, "server-any-0.tail.log")
     assert tail.endswith("late\n")
     assert "early" not in tail
 
 
-def test_the_parent_has_the_front_the_table_and_the_best_configuration(runs: Path) -> None:
+def test_the_parent_has_the_front_the_table_and_the_best_configuration(published: Path) -> None:
     """A reviewer needs nothing but the parent."""
-    publish(runs)
-    top = parent(runs).info.run_id
+    seen = parent(published)
+    top = seen.info.run_id
 
-    assert artifacts(runs, top) == {
+    assert artifacts(published, top) == {
         "pareto/pareto.html", "pareto/pareto.png", "trials.json", "study.yaml", "workload_summary.json",
         "best/config.yaml", "workload/card.md", "workload/card.png",
     }  # fmt: skip
-    table = json.loads(text_of(runs, top, "trials.json"))
+    table = json.loads(text_of(published, top, "trials.json"))
     assert table["columns"][:4] == ["trial", "marks", "TTFT p50 long (ms)", "ITL p99 (ms)"]
     assert table["data"][4][:4] == [4, "front, recommended", 589.0, 101.0]
     assert not any("." in column for column in table["columns"]), "the UI shows nothing under such a name"
-    assert "max-num-batched-tokens: 256" in text_of(runs, top, "best/config.yaml")
-    assert json.loads(parent(runs).data.tags["mlflow.loggedArtifacts"]) == [{"path": "trials.json", "type": "table"}]
+    assert "max-num-batched-tokens: 256" in text_of(published, top, "best/config.yaml")
+    assert json.loads(seen.data.tags["mlflow.loggedArtifacts"]) == [{"path": "trials.json", "type": "table"}]
 
 
-def test_the_note_starts_with_the_answer(runs: Path) -> None:
+def test_the_note_starts_with_the_answer(published: Path) -> None:
     """The UI folds the description after a few lines."""
-    publish(runs)
-    note = parent(runs).data.tags["mlflow.note.content"].splitlines()
-    best = runs_of(runs, "trial")[4].info.run_id
+    note = parent(published).data.tags["mlflow.note.content"].splitlines()
+    best = runs_of(published, "trial")[4].info.run_id
 
     answer = r"**SLO met by 1 of 8 trials. Best: trial 4 \(max\_num\_batched\_tokens 256\): ITL p99 -75 %"
     assert note[0].startswith(answer)
     assert note[4].startswith(f"| [recommended, trial 4](#/experiments/1/runs/{best}) | 589 ms | 101 ms |")
 
 
-def test_the_studys_progress_is_a_line_by_trial(runs: Path) -> None:
+def test_the_studys_progress_is_a_line_by_trial(published: Path) -> None:
     """Best values and the number of feasible trials by trial number, the failed one included."""
-    publish(runs)
-    seen, top = client(runs), parent(runs).info.run_id
+    seen, top = client(published), parent(published).info.run_id
 
     def line(key: str) -> list[tuple[int, float]]:
         return sorted((p.step, p.value) for p in seen.get_metric_history(top, key))
@@ -399,8 +428,8 @@ def test_the_studys_progress_is_a_line_by_trial(runs: Path) -> None:
 
 
 def test_publishing_twice_changes_nothing(runs: Path) -> None:
-    """The same study published again, by a new process, leaves every run, point and tag as it is."""
-    publish(runs)
+    """Sent in one go, then lived through by a new process: every run, point and tag stays as it was."""
+    publish_at_once(runs)
     before = everything(runs)
     assert publish(runs).synced
 
@@ -489,11 +518,11 @@ def test_a_server_that_comes_back_gets_everything(runs: Path) -> None:
 
 def test_of_two_parents_the_one_with_the_trials_stays(runs: Path) -> None:
     """A proxy that asked twice made a second one, older by its start: it goes, and no trial changes its place."""
-    publish(runs)
+    publish_at_once(runs)
     top = parent(runs)
     tags = {"tune.study_uid": UID, "tune.kind": "study"}
     client(runs).create_run(top.info.experiment_id, start_time=1, tags=tags)
-    assert publish(runs).synced
+    assert publish_at_once(runs).synced
 
     assert parent(runs).info.run_id == top.info.run_id
     assert {run.data.tags["mlflow.parentRunId"] for run in runs_of(runs, "trial")} == {top.info.run_id}
@@ -537,7 +566,7 @@ def test_an_interrupted_trial_is_killed_not_failed(runs: Path) -> None:
 
 def test_a_second_study_shares_the_experiment(runs: Path) -> None:
     """Studies of one model on one workload lie side by side, with their own views."""
-    first, second = publish(runs), publish(runs, study_uid="other")
+    first, second = publish_at_once(runs), publish_at_once(runs, study_uid="other")
     experiment = client(runs).get_experiment("1")
 
     assert len(runs_of(runs, "study")) == 2
@@ -547,20 +576,20 @@ def test_a_second_study_shares_the_experiment(runs: Path) -> None:
 
 def test_a_deleted_experiment_stays_deleted(runs: Path) -> None:
     """Its name is taken for ever; the study goes to the next one."""
-    publish(runs)
+    publish_at_once(runs)
     client(runs).delete_experiment("1")
 
-    assert publish(runs).synced
+    assert publish_at_once(runs).synced
     assert client(runs).get_experiment("2").name == "tiny-qwen2 on chat (2)"
 
 
 def test_a_store_copied_from_elsewhere_gets_its_own_experiment(runs: Path, tmp_path: Path) -> None:
     """The old experiment's artifacts lie at a path of another machine."""
-    publish(runs)
+    publish_at_once(runs)
     moved = tmp_path / "moved"
     shutil.move(runs, moved)
 
-    assert publish(moved).synced
+    assert publish_at_once(moved).synced
     assert not runs.exists(), "nothing is written to the old place"
 
 
@@ -568,7 +597,7 @@ def test_a_deleted_run_folder_is_no_news(runs: Path) -> None:
     """Without its files a trial still has its numbers."""
     shutil.rmtree(runs / "quickstart")
 
-    assert publish(runs).synced
+    assert publish_at_once(runs).synced
 
 
 def test_outside_names_are_text(runs: Path) -> None:
@@ -585,9 +614,9 @@ def test_outside_names_are_text(runs: Path) -> None:
         assert "\n# h" not in text
 
 
-def test_the_saved_view_reads_back(runs: Path) -> None:
+def test_the_saved_view_reads_back(sent: tuple[Path, MlflowSink]) -> None:
     """The tag is what MLflow's UI reads: an envelope around a packed state that filters, sorts and draws."""
-    made = publish(runs)
+    runs, made = sent
     value = json.loads(client(runs).get_experiment("1").tags["mlflow.sharedViewState.7f3a9c"])
     scheme, _, packed = value["state"].partition(";")
     state = json.loads(zlib.decompress(base64.b64decode(packed)))
@@ -613,9 +642,10 @@ def test_the_saved_view_shows_the_topology_once() -> None:
     ]  # fmt: skip
 
 
-def test_the_hint_can_be_pasted(runs: Path) -> None:
+def test_the_hint_can_be_pasted(sent: tuple[Path, MlflowSink]) -> None:
     """A path with a space is quoted; the address leads to the view."""
-    command, address = publish(runs).hint().splitlines()[-2:]
+    runs, made = sent
+    command, address = made.hint().splitlines()[-2:]
 
     assert command.endswith(f"mlflow ui --backend-store-uri 'sqlite:///{runs}/mlflow.db'")
     assert address == (

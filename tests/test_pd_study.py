@@ -10,7 +10,7 @@ import pytest
 from front_data import ROUTER, needs_router
 from test_cli import STUDY, Project, servers_of
 
-pytestmark = [needs_router, pytest.mark.timing, pytest.mark.once]
+pytestmark = [needs_router, pytest.mark.once]
 FORGETFUL = f"{sys.executable} {Path(__file__).parent / 'data' / 'forgetful_front.py'}"
 SPACE = "search_space: {max_num_batched_tokens: [256, 1024]}\n"
 

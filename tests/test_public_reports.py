@@ -111,8 +111,6 @@ from tuner.seams import Replay
 from tuner.slo import Slo
 from tuner.workload import Request
 
-pytestmark = pytest.mark.timing
-
 NEWLINES = ["\n", "\r\n", "\r"]
 
 
@@ -159,6 +157,7 @@ def test_ttft_counts_from_the_scheduled_send() -> None:
     assert values["send_lag_max"] == 5.0
 
 
+@pytest.mark.timing
 def test_a_wait_for_a_slot_is_in_the_ttft(tmp_path: Path) -> None:
     """Report 1: one at a time and two rows at t=0: the TTFT of the second holds the whole first one."""
     with serving(tmp_path, {"step": 0.03}, "--max-num-seqs", "1") as server:
@@ -223,6 +222,7 @@ def slow_to_connect() -> Iterator[str]:
             accepting.join(10)
 
 
+@pytest.mark.timing
 def test_a_slow_connect_is_not_in_the_ttft() -> None:
     """Report 10: a second for the connection is over before the clock starts; a later one is shown apart."""
     with slow_to_connect() as url:
@@ -248,6 +248,7 @@ def test_a_chunk_of_four_tokens_gives_four_gaps() -> None:
     assert values["tokens_per_chunk_mean"] == 4
 
 
+@pytest.mark.timing
 def test_a_merged_stream_is_counted_by_tokens(tmp_path: Path) -> None:
     """Report 2: the same from a server, by its own count, and the reader is told."""
     with serving(tmp_path, {"tokens_per_chunk": 4, "first_token": 0.0, "gap": 0.01}) as server:
@@ -285,6 +286,7 @@ def test_merged_tokens_are_counted_from_the_usage() -> None:
     assert list(read(event(1), event(9)).tokens) == [1, 8]
 
 
+@pytest.mark.timing
 def test_a_server_that_catches_up_is_measured_right(tmp_path: Path) -> None:
     """Report 9: the same from a server: 10 ms a token, and 80 ms without one."""
     with serving(tmp_path, {"first_token": 0.0, "gap": 0.01, "tokens_per_chunk": [1, 1, 8, 1]}) as server:
@@ -315,6 +317,7 @@ def test_extra_tokens_of_the_first_chunk_have_no_gap() -> None:
     assert len(metrics.sample(seen, "itl").values) == 2
 
 
+@pytest.mark.timing
 def test_tpot_leaves_the_first_chunk_out(tmp_path: Path) -> None:
     """Report 17: the same from a server: five tokens at once, and then one every 20 ms."""
     with serving(tmp_path, {"first_token": 0.0, "gap": 0.02, "first_chunk_tokens": 5}) as server:
@@ -325,6 +328,7 @@ def test_tpot_leaves_the_first_chunk_out(tmp_path: Path) -> None:
     assert values["tpot_p50"] == pytest.approx(0.020, rel=0.1)
 
 
+@pytest.mark.timing
 def test_events_of_one_read_are_flagged(tmp_path: Path) -> None:
     """Report 27: ten events in one write have one stamp: gaps of zero, which the reader is told of."""
     with serving(tmp_path, {"merge_writes": 10}) as server:
@@ -364,6 +368,7 @@ def test_other_framing_gives_the_same_tokens(tmp_path: Path, behaviour: dict[str
     assert replay.records.chunk_tokens.tolist() == [1.0] * 25
 
 
+@pytest.mark.timing
 def test_an_early_role_starts_no_ttft(tmp_path: Path) -> None:
     """Report 21: a chat's role comes at once and its first token, of reasoning, after 200 ms."""
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "stream": True}
@@ -457,6 +462,7 @@ def test_three_hundred_requests_are_open_at_once(tmp_path: Path) -> None:
     assert set(errors(replay)) == {""}
 
 
+@pytest.mark.timing
 def test_a_burst_goes_out_together(tmp_path: Path) -> None:
     """Report 13: 50 rows of one stamp are sent within 20 ms."""
 
@@ -467,6 +473,7 @@ def test_a_burst_goes_out_together(tmp_path: Path) -> None:
         assert least(spread, enough=0.020) < 0.020
 
 
+@pytest.mark.timing
 def test_a_frozen_server_does_not_stop_the_sends(tmp_path: Path) -> None:
     """Report 15: sends go on while the server hangs, and the TTFT from the schedule shows it."""
     with serving(tmp_path, {"freeze_at": 0.1, "freeze_for": 0.6}) as server:
@@ -479,6 +486,7 @@ def test_a_frozen_server_does_not_stop_the_sends(tmp_path: Path) -> None:
     assert (ttft > 0.1).sum() >= 8
 
 
+@pytest.mark.timing
 def test_achieved_gaps_are_the_traces(tmp_path: Path) -> None:
     """Report 29: irregular gaps are kept within 5 ms, and what they were off by is in the metrics."""
     rows = [Request(at, 20, 2) for at in (0.0, 0.01, 0.05, 0.05, 0.06, 0.2, 0.21, 0.3)]
@@ -494,6 +502,7 @@ def test_achieved_gaps_are_the_traces(tmp_path: Path) -> None:
         assert least(off, enough=0.005) < 0.005
 
 
+@pytest.mark.timing
 def test_connections_that_the_server_closes_are_not_reused(tmp_path: Path) -> None:
     """Report 31: idle connections closed after 0.2 s, gaps of 0.3 s: no failure."""
     with serving(tmp_path, {"keep_alive": 0.2}) as server:
@@ -502,6 +511,7 @@ def test_connections_that_the_server_closes_are_not_reused(tmp_path: Path) -> No
     assert errors(replay) == [""] * 4
 
 
+@pytest.mark.timing
 def test_two_thousand_rows_do_not_drift(tmp_path: Path) -> None:
     """Report 32: with a row every millisecond the last 200 are no later than the first 200."""
     rows = evenly(2000, 0.001, input_len=8, output_len=1)
@@ -519,6 +529,7 @@ def test_two_thousand_rows_do_not_drift(tmp_path: Path) -> None:
 # --- The client itself: 20, 28 ----------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_a_busy_client_is_found_out(tmp_path: Path) -> None:
     """Report 20: half a second of work on the client's loop trips the gate."""
     busy = iter([0.0, 0.5])
@@ -535,6 +546,7 @@ def test_a_busy_client_is_found_out(tmp_path: Path) -> None:
     assert caught.value.kind is FailureKind.CLIENT_LAG
 
 
+@pytest.mark.timing
 def test_the_client_adds_little_to_the_ttft(tmp_path: Path) -> None:
     """Report 28: what the client sees beyond the server's own TTFT is under 5 ms at the p99 on an idle machine.
 

@@ -23,8 +23,6 @@ from tuner.replay.stream import Completion
 from tuner.replay.tape import Tape
 from tuner.workload import Request
 
-pytestmark = pytest.mark.timing
-
 EVENT = b'data: {"choices":[{"text":" a"}],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n'
 STREAM = EVENT + b"data: [DONE]\n\n"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
@@ -160,6 +158,7 @@ def test_every_request_of_a_burst_has_its_connection_before_the_clock(tmp_path: 
     assert seen.records.connect_wait.tolist() == [0.0] * 100
 
 
+@pytest.mark.timing
 def test_a_later_burst_finds_its_connections_open(tmp_path: Path) -> None:
     """Dialled ahead while the clock runs, too."""
     rows = [Request(0.0, 40, 5), *(Request(0.8, 40, 5) for _ in range(30))]
@@ -169,6 +168,7 @@ def test_a_later_burst_finds_its_connections_open(tmp_path: Path) -> None:
     assert seen.client["connections_awaited"] == 0
 
 
+@pytest.mark.timing
 def test_connections_are_used_again(tmp_path: Path) -> None:
     """One request after the other needs few connections."""
     with serving(tmp_path) as server:
@@ -185,6 +185,7 @@ class SlowToDial(Pool):
         return await super()._first_that_answers()
 
 
+@pytest.mark.timing
 def test_the_wait_for_a_connection_is_shown_apart() -> None:
     """A handshake of 50 ms is neither the client's lag nor hidden (report 10)."""
     tape = Tape(np.zeros(1), [7], [1])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_data import VOCAB_SIZE, Row, evenly, records, serving
 
@@ -18,8 +18,6 @@ from tuner.replay.schedule import schedule
 from tuner.seams import Replay
 from tuner.workload import Request
 
-pytestmark = pytest.mark.timing
-
 
 def play(url: str, rows: int, *, processes: int | None, check_alive: object = lambda: None) -> Replay:
     what = evenly(rows, 0.02)
@@ -28,6 +26,7 @@ def play(url: str, rows: int, *, processes: int | None, check_alive: object = la
     )  # type: ignore[arg-type]
 
 
+@pytest.mark.timing
 def test_two_processes_send_the_same_requests_at_the_same_times(tmp_path: Path) -> None:
     """Every row once, in the schedule's order, with the prompt that one process would have sent."""
     with serving(tmp_path, {"log_prompts": True}) as server:
@@ -72,6 +71,7 @@ def test_a_process_that_ends_early_is_an_error() -> None:
         crew.drive([Fails()], lambda _: None, every=0.05)  # type: ignore[list-item]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5))
 def test_what_processes_saw_is_put_in_order(count: int, processes: int) -> None:
     """Chunks stay with their request, whoever sent it."""
@@ -102,6 +102,7 @@ def test_one_process_takes_half_a_core_at_twice_the_rate(rate: float, cost: floa
     assert crew.processes_for(rate, cost, cpus) == processes
 
 
+@pytest.mark.timing
 def test_the_self_test_measures_what_a_token_costs() -> None:
     """More than the bare system calls, less than a client that parses JSON in Python on a slow host."""
     assert 2e-6 < selftest.cost_per_token() < 1e-3

@@ -18,11 +18,10 @@ from tuner.replay.client import allow_open_files
 from tuner.replay.gate import judge
 from tuner.workload import Request, Workload
 
-pytestmark = pytest.mark.timing
-
 # --- What a replay sees -----------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_a_replay_sends_every_row_and_notes_every_token(tmp_path: Path) -> None:
     """Lengths as asked, one stamp a token, within a few ms of what the server says it wrote."""
     with serving(tmp_path) as server:
@@ -159,6 +158,7 @@ def test_the_wrong_model_is_in_the_hint(tmp_path: Path) -> None:
     assert "The model `other` does not exist" in (caught.value.hint or "")
 
 
+@pytest.mark.timing
 def test_a_dead_server_ends_the_replay(tmp_path: Path) -> None:
     """ServerDied comes through within a moment, long before the schedule ends."""
     with serving(tmp_path, {"crash_after": 3}) as server:
@@ -231,6 +231,7 @@ def stall_and_ttft(directory: Path, trace: Workload, *flags: str) -> tuple[float
     return values["max_stall_p75.short"], values["ttft_p50.long"]
 
 
+@pytest.mark.timing
 def test_the_fake_server_trades_ttft_for_itl(tmp_path: Path) -> None:
     """A lower budget and a threshold of the same size smooth the stream and delay long prompts."""
     short = [Request(i * 0.025, 30, 40) for i in range(40)]
@@ -246,6 +247,7 @@ def test_the_fake_server_trades_ttft_for_itl(tmp_path: Path) -> None:
     assert capped[1] > whole[1] * 1.2
 
 
+@pytest.mark.timing
 def test_sigterm_ends_a_replay_wherever_it_comes(tmp_path: Path) -> None:
     """Also inside a transport's callback, where an exception would be lost: ten replays, ten interrupts."""
 

@@ -29,7 +29,7 @@ from tuner.serving import ServingConfig
 from tuner.sinks import view
 from tuner.study import storage as storages
 
-pytestmark = [pytest.mark.timing, pytest.mark.once]  # a client that is late measures nothing
+pytestmark = pytest.mark.once
 TALKATIVE = Path(__file__).parent / "data" / "talkative_vllm.py"
 NAMES = (
     "VLLM_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PGPASSWORD",

@@ -1,4 +1,4 @@
-"""The main job on a real vLLM: study, mirror, export, serve; and what is left when tune is killed."""
+"""The main job on a real vLLM: a study, killed in the middle and resumed; mirror, export, serve."""
 
 import json
 import os
@@ -8,12 +8,12 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.test_cli import servers_of, wait_for
+from tests.test_cli import servers_of
 from tuner.deployment.launcher import LocalLauncher
 from tuner.errors import FailureKind
 from tuner.results import TrialResult
@@ -47,41 +47,85 @@ def tune(folder: Path, vllm: str, *words: str) -> list[str]:
     ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Killed:
+    """What was there when tune was killed, and ten seconds later: servers by pid, and trials with a result."""
+
+    servers: list[int]
+    left: list[int]
+    results: list[TrialResult]
+
+
 @pytest.fixture(scope="module")
-def study(folder: Path, vllm: str) -> Iterator[Study]:
-    """A study of four trials: the default, a baseline that runs out of memory, and two that the sampler chose."""
-    words = ["--trials", "4", "--name", "live", "--slo", "itl_p99=0.9x", "--slo", "ttft_p50.long=20x"]
+def killed(folder: Path, vllm: str) -> Killed:
+    """A study of the default, a baseline that runs out of memory and one trial that the sampler chose.
+
+    Tune is killed with kill -9 in the replay of the last.
+    """
+    words = ["--trials", "3", "--name", "live", "--slo", "itl_p99=0.9x", "--slo", "ttft_p50.long=20x"]
     words += ["--baseline", f"vllm serve {TOO_SMALL}"]
-    done = subprocess.run(tune(folder, vllm, *words), capture_output=True, text=True, timeout=600, check=False)
-    yield done, folder / "runs" / "live", RunFolder(folder / "runs" / "live").read_all()
+    running = subprocess.Popen(tune(folder, vllm, *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    for awaited in ("(baseline)", ": replay 1 of 1"):
+        assert any(awaited in line for line in running.stderr), f"tune ended (exit {running.wait(60)})"
+    time.sleep(2.0)
+    servers = servers_of(folder)
+    os.kill(running.pid, signal.SIGKILL)
+    running.communicate()
+    deadline = time.monotonic() + 10
+    while (left := servers_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return Killed(servers, left, RunFolder(folder / "runs" / "live").read_all())
+
+
+@pytest.fixture(scope="module")
+def study(folder: Path, killed: Killed) -> Iterator[Study]:
+    """The same study, resumed and at its end."""
+    run = folder / "runs" / "live"
+    command = [sys.executable, "-m", "tuner", "run", "--resume", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    yield done, run, RunFolder(run).read_all()
     assert servers_of(folder) == []
 
 
-def test_a_study_measures_the_default_and_what_the_sampler_chose(
-    study: Study,
-) -> None:
-    """Three measured beside the failed one; the values vLLM chose for its default are read back."""
-    done, _, results = study
+def measured(study: Study) -> list[TrialResult]:
+    """Return the trials with numbers of their own."""
+    return [r for r in study[2] if r.is_measured and r.same_as is None]
 
-    assert done.returncode in {0, 3}, done.stderr
-    measured = [r for r in results if r.is_measured and r.same_as is None]
-    assert len(measured) == 3
-    assert results[0].label == "default"
-    assert "max_num_batched_tokens" not in results[0].config.args
-    assert results[0].effective["max_num_batched_tokens"] == 2048
-    assert results[0].vllm_version is not None
-    for result in measured:
+
+def default(study: Study) -> TrialResult:
+    """Return the trial that everything is told against."""
+    return next(r for r in measured(study) if r.label == "default")
+
+
+def test_kill_minus_9_in_mid_replay_leaves_no_server_and_the_run_resumes(killed: Killed, study: Study) -> None:
+    """No server of ours is alive 10 s after tune was killed; the run goes on to its end with what it had measured."""
+    before, after = ({r.number: r for r in results} for results in (killed.results, study[2]))
+
+    assert killed.servers
+    assert killed.left == []
+    assert "default" in {r.label for r in before.values() if r.is_measured}
+    assert {number: after[number] for number in before} == before
+    assert study[0].returncode in {0, 3}, study[0].stderr
+
+
+def test_a_study_measures_the_default_and_what_the_sampler_chose(study: Study) -> None:
+    """Two measured beside the failed one; the values vLLM chose for its default are read back."""
+    first = default(study)
+
+    assert len(measured(study)) == 2, study[0].stderr
+    assert "max_num_batched_tokens" not in first.config.args
+    assert first.effective["max_num_batched_tokens"] == 2048
+    assert first.vllm_version is not None
+    for result in measured(study):
         assert result.metrics["n_completed"] == result.metrics["n_offered"]
         assert result.metrics["tokens_per_chunk_mean"] >= 1
 
 
-def test_out_of_memory_at_start_is_a_classified_trial(
-    study: Study,
-) -> None:
+def test_out_of_memory_at_start_is_a_classified_trial(study: Study) -> None:
     """The baseline's cache is too small for one request: vLLM's own line says so, and the study went on."""
-    failed = study[2][1]
+    (failed,) = (r for r in study[2] if r.label == "baseline")
 
-    assert failed.label == "baseline"
     assert failed.failure is not None
     assert failed.failure.kind is FailureKind.OOM
     assert any("KV cache" in line for line in failed.failure.log)
@@ -91,20 +135,16 @@ def test_out_of_memory_at_start_is_a_classified_trial(
 def test_the_servers_own_counters_agree_with_what_was_sent(study: Study, folder: Path) -> None:
     """VLLM's token counters over the window equal the workload's: warm-up leaks into nothing."""
     rows = [json.loads(line) for line in (folder / "window.jsonl").read_text().splitlines()]
-    counters = study[2][0].repeats[0].counters
+    counters = default(study).repeats[0].counters
 
     assert counters["prompt_tokens"] == sum(row["input_len"] for row in rows)
     assert counters["generation_tokens"] == sum(row["output_len"] for row in rows)
     assert counters["prefix_cache_hit_tokens"] == 0
 
 
-def test_the_client_agrees_with_vllms_own_histogram(
-    study: Study,
-) -> None:
+def test_the_client_agrees_with_vllms_own_histogram(study: Study) -> None:
     """Means by vLLM's own clock are the client's within the client's path: a few ms and some percent."""
-    for result in study[2]:
-        if not result.is_measured or result.same_as is not None:
-            continue
+    for result in measured(study):
         found = result.metrics
         assert 0 <= found["ttft_from_send_mean"] - found["server_ttft_mean"] < 0.02 + 0.15 * found["server_ttft_mean"]
         assert found["itl_mean"] == pytest.approx(found["server_itl_mean"], rel=0.05, abs=0.002)
@@ -113,17 +153,15 @@ def test_the_client_agrees_with_vllms_own_histogram(
 
 def test_vllm_times_each_request_itself(study: Study) -> None:
     """Queue and prefill as the scheduler saw them lie within the client's TTFT; the client's facts have limits."""
-    found = study[2][0].metrics
-    told = json.loads((study[1] / "trials/0000/repeat-1/client.json").read_text())
+    found = default(study).metrics
+    told = json.loads((study[1] / f"trials/{default(study).number:04d}/repeat-1/client.json").read_text())
 
     assert 0 < found["server_prefill_p50"] + found["server_queue_p50"] < found["ttft_p50"]
     assert -0.001 < found["client_over_server_ttft_p50"] < 0.05
     assert set(told["limits"]) <= set(told["facts"])
 
 
-def test_the_study_is_mirrored_with_its_front(
-    study: Study,
-) -> None:
+def test_the_study_is_mirrored_with_its_front(study: Study) -> None:
     """One parent, a child a trial, the front as HTML, PNG and table on the parent."""
     code = """
 import sys
@@ -134,7 +172,7 @@ parents = [r for r in runs if r.data.tags["tune.kind"] == "study"]
 children = [r for r in runs if r.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
 print(len(parents), len(children), *sorted(a.path for a in client.list_artifacts(parents[0].info.run_id, "pareto")))
 print(sum("ttft_p50_ms.long" in r.data.metrics for r in children))
-print(all("max_num_batched_tokens" in r.data.params for r in children))
+print(all("max_num_batched_tokens" in r.data.params for r in children if r.info.status != "KILLED"))
 """
     command = [sys.executable, "-c", code, str(study[1].parent / "mlflow.db")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
@@ -144,7 +182,7 @@ print(all("max_num_batched_tokens" in r.data.params for r in children))
     assert said[0].split()[0] == "1"
     assert int(n_children) >= len(own)
     assert {"pareto/pareto.html", "pareto/pareto.png"} <= set(said[0].split()[2:])
-    assert said[1:] == ["3", "True"]
+    assert said[1:] == ["2", "True"]
 
 
 @pytest.fixture(scope="module")
@@ -187,75 +225,3 @@ def test_a_running_server_is_replayed_at(exported: str, folder: Path, endpoint: 
     assert found["requests"]["completed"] == found["requests"]["offered"] > 0
     server, client = found["server"]["server_ttft_mean_ms"], found["metrics"]["ttft_from_send_mean_ms"]
     assert 0 <= client - server < 20 + 0.15 * server
-
-
-def test_kill_minus_9_in_mid_replay_leaves_no_server_and_the_run_resumes(folder: Path, vllm: str) -> None:
-    """No server of ours is alive 10 s after tune was killed; the same run then goes on to its end."""
-    words = tune(folder, vllm, "--trials", "1", "--name", "killed", "--mlflow", "off", "--slo", "ttft=60s")
-    running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert running.stderr is not None
-    for line in running.stderr:
-        if "replay 1 of 1" in line:
-            break
-    time.sleep(2.0)
-    assert servers_of(folder)
-    os.kill(running.pid, signal.SIGKILL)
-    wait_for(lambda: not servers_of(folder), 10)
-    running.communicate()
-
-    command = [
-        sys.executable,
-        "-m",
-        "tuner",
-        "run",
-        "--resume",
-        str(folder / "runs/killed"),
-        "--mlflow",
-        "off",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-    results = RunFolder(folder / "runs/killed").read_all()
-    assert done.returncode == 0, done.stderr
-    assert [r.label for r in results if r.is_measured] == ["default"]
-    assert not [p for p in psutil.process_iter() if p.pid in servers_of(folder)]
-
-
-def test_a_newer_vllm_is_probed_and_measured(folder: Path, vllm_next: str) -> None:
-    """One live trial on 0.32: the same study, the same workload, another version recorded."""
-    words = tune(folder, vllm_next, "--trials", "1", "--name", "next", "--mlflow", "off", "--slo", "ttft=60s")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
-
-    results = RunFolder(folder / "runs/next").read_all()
-    assert done.returncode == 0, done.stderr
-    assert results[0].is_measured
-    assert str(results[0].vllm_version).startswith("0.32")
-    assert servers_of(folder) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--set", "engine_args.no_such_flag=1"], 2, "has no such argument"),
-        (["--set", "engine_args.scheduling_policy=lifo"], 2, "vLLM 0.26.0 refuses it"),
-        (["--set", "model=/no/such/model"], 2, "/no/such/model"),
-        (["--set", "engine_args.max_model_len=1024"], 2, "rows are too long"),
-        (["--gpus", "0"], 4, "this host has none"),
-    ],
-)
-def test_what_a_real_vllm_refuses_is_one_clear_line(
-    folder: Path, vllm: str, words: list[str], code: int, message: str
-) -> None:
-    """Before any server starts, with the right exit code, and nothing left behind."""
-    done = subprocess.run(
-        tune(folder, vllm, "--name", "refused", *words),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-    assert (done.returncode, done.stdout) == (code, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (folder / "runs" / "refused").exists()

@@ -11,24 +11,20 @@ import numpy as np
 import pytest
 from record_data import lines, post, posting, receive, recording, send, tune, until
 
-from tests.live.test_deployment_live import ON_CPU, SMALL
+from tests.live.test_deployment_live import in_one_process
 from tests.test_record import prefix_tree, shared_blocks, shared_tokens
 from tuner import tiny_model, workload
 from tuner.deployment.launcher import LocalLauncher
-from tuner.serving import ServingConfig
 
 pytestmark = [pytest.mark.live, pytest.mark.timing, pytest.mark.timeout(600)]
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-# As studies/cpu-quickstart.yaml has it: a start takes half the time.
-ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
 
 
 @pytest.fixture(scope="module")
 def server(vllm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server of the tiny model."""
-    args = SMALL | {"distributed_executor_backend": "uni", "served_model_name": "m"}
-    config = ServingConfig(model=str(tiny_model.ensure()), command=(vllm, "serve"), args=args, env=ON_CPU | ONE_PROCESS)
+    config = in_one_process((vllm, "serve"), str(tiny_model.ensure()), served_model_name="m")
     with LocalLauncher().launch(config, tmp_path_factory.mktemp("vllm")) as deployment:
         yield deployment.url
 
