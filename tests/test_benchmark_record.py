@@ -1,13 +1,19 @@
 """The benchmark of the recorder's tap: it runs from end to end, and its differences are of what they say."""
 
 import json
+import os
+import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.record import __main__ as benchmark
-from benchmarks.record.measure import Rounds
+from benchmarks.record.measure import Line, Rounds, request
+from benchmarks.replay.load import Load
+from benchmarks.replay.measure import serving
+from benchmarks.replay.server import HEAD, MODEL
 
 pytestmark = [pytest.mark.timing, pytest.mark.once]
 
@@ -28,6 +34,21 @@ def test_it_measures_and_says_so_in_its_last_line(tmp_path: Path, capsys: pytest
     assert (one["server"], one["rounds"], many["server"]) == ("known timing", 6, "4 streams")
     assert 20 < one["direct_ttft_p50"] < 40
     assert many["us_per_token"] > 0
+
+
+def test_the_head_of_an_answer_comes_before_the_first_token() -> None:
+    """As vLLM sends it: alone, and long before."""
+    timing = Load("", (0.0,), output_tokens=2, ttft=0.5, itl=0.005)
+    with (
+        serving(timing, min(os.sched_getaffinity(0)), head_at_once=True) as url,
+        closing(Line(url, MODEL)) as line,
+    ):
+        began = time.perf_counter()
+        line.sock.sendall(request(MODEL, [7, 8], 2))
+        head, at = line.sock.recv(1 << 16), time.perf_counter() - began
+
+    assert head == HEAD
+    assert at < 0.4
 
 
 def test_the_difference_is_taken_round_by_round() -> None:

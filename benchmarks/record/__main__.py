@@ -5,10 +5,10 @@
 
 One request at a time, of the same kind: straight to the server, through a relay that hands bytes on and looks at none
 (the least that a process in between adds on this machine), and through the tap; every other round backwards. The first
-server is that of benchmarks.replay, whose first token is due 20 ms after a
-request was read, so that all that varies is the way; the second is a real vLLM with the tiny model, when there is one.
-The third row has 16 streams open at once against the first server, with tune's own client and the arithmetic of
-benchmarks.front: there the difference is one of quantiles.
+server is that of benchmarks.replay, whose first token is due 20 ms after a request was read, so that all that varies is
+the way; it sends an answer's head at once, as vLLM 0.26 and 0.32 do (1.4 ms after a request). The second is a real vLLM
+with the tiny model, when there is one. The third row has 16 streams open at once against the first server, with tune's
+own client and the arithmetic of benchmarks.front: there the difference is one of quantiles.
 
 The last line is of the first server: median and 99th percentile of the difference, and the relay's median.
 """
@@ -46,7 +46,7 @@ def of_known_timing(options: argparse.Namespace, where: fronting.Places, work: P
     """Yield the row of one request at a time, and that of many streams."""
     timing = Load("", (0.0,), PROMPT_TOKENS, OUTPUT_TOKENS, TTFT, ITL)
     with (
-        replaying.serving(timing, where.server) as url,
+        replaying.serving(timing, where.server, head_at_once=True) as url,
         measure.tap(url, where.front, work) as (tapped, _),
         measure.relay(url, where.front) as relayed,
         replaying.on_core(where.client),
@@ -60,7 +60,10 @@ def of_known_timing(options: argparse.Namespace, where: fronting.Places, work: P
 def _streams(options: argparse.Namespace, where: fronting.Places, work: Path) -> Iterator[Row]:
     asked = [fronting.load(options.streams, options.seconds, seed) for seed in range(options.pairs)]
     timing = Load("", (0.0,), output_tokens=fronting.OUTPUT_TOKENS, ttft=fronting.TTFT, itl=fronting.ITL)
-    with replaying.serving(timing, where.server) as url, measure.tap(url, where.front, work) as (tapped, pid):
+    with (
+        replaying.serving(timing, where.server, head_at_once=True) as url,
+        measure.tap(url, where.front, work) as (tapped, pid),
+    ):
         there = fronting.Group([url], tapped, psutil.Process(pid))
         found = [
             fronting.pair(ours(), load, there, where, work, front_first=bool(number % 2))

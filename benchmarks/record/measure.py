@@ -92,9 +92,9 @@ class Line:
         Raises:
             RuntimeError: the answer is not a stream, or it broke off.
         """
-        request = _request(self.model, prompt, tokens)
+        asked = request(self.model, prompt, tokens)
         began = time.perf_counter()
-        self.sock.sendall(request)
+        self.sock.sendall(asked)
         data, first = b"", None
         while not data.endswith(END):
             if not (part := self.sock.recv(1 << 16)):
@@ -107,7 +107,8 @@ class Line:
         return first - began
 
 
-def _request(model: str, prompt: list[int], tokens: int) -> bytes:
+def request(model: str, prompt: list[int], tokens: int) -> bytes:
+    """Return a request for a stream as bytes."""
     body = json.dumps({
         "model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True},

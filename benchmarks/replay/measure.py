@@ -161,11 +161,11 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 @contextmanager
-def serving(load: Load, core: int) -> Iterator[str]:
+def serving(load: Load, core: int, *, head_at_once: bool = False) -> Iterator[str]:
     """Serve a load's timing on a free port while the block runs; give the URL."""
     words = [
         "--port", "0", "--ttft", str(load.ttft), "--itl", str(load.itl), "--tokens", str(load.output_tokens),
-        "--prompt-tokens", str(load.prompt_tokens),
+        "--prompt-tokens", str(load.prompt_tokens), *(["--head-at-once"] if head_at_once else []),
     ]  # fmt: skip
     with listening("benchmarks.replay.server", words, core) as url:
         yield url

@@ -1,6 +1,6 @@
 """Play a stream of known timing to load clients, and keep the truth that they are judged by.
 
-    python -m benchmarks.replay.server --port 8765 [--ttft 0.1] [--itl 0.02]
+    python -m benchmarks.replay.server --port 8765 [--ttft 0.1] [--itl 0.02] [--head-at-once]
 
 An OpenAI-compatible server without a model: the first token `ttft` after a request is read, one more each `itl`,
 one a chunk, on an absolute schedule. All bytes are rendered beforehand, and one loop over epoll writes them: the
@@ -90,13 +90,15 @@ def to_json(value: object) -> bytes:
 
 
 @cache
-def stream(style: Style, tokens: int) -> list[bytes]:
-    """Return what is written for each token; the last write closes the stream as well."""
-    writes = [HEAD * (index == 0) + event(style, index, is_last=index == tokens - 1) for index in range(tokens)]
+def stream(style: Style, tokens: int, *, head_at_once: bool) -> tuple[bytes, list[bytes]]:
+    """Return what is written at once, and for each token; the last write closes the stream as well."""
+    writes = [event(style, index, is_last=index == tokens - 1) for index in range(tokens)]
+    head = HEAD if head_at_once else b""
+    writes[0] = (b"" if head_at_once else HEAD) + writes[0]
     if style.usage_at_end:
         writes[-1] += framed(_answer(style, [], usage(style, tokens)))
     writes[-1] += framed(b"data: [DONE]\n\n") + END
-    return writes
+    return head, writes
 
 
 def plain(value: object, status: bytes = b"200 OK") -> bytes:
@@ -124,8 +126,11 @@ class Connection:
 class Server:
     """Reads requests and plays their streams, in one thread."""
 
-    def __init__(self, listener: socket.socket, ttft: float, itl: float, prompt_tokens: int) -> None:
+    def __init__(
+        self, listener: socket.socket, ttft: float, itl: float, prompt_tokens: int, *, head_at_once: bool = False
+    ) -> None:
         self.listener, self.ttft, self.itl, self.prompt_tokens = listener, ttft, itl, prompt_tokens
+        self.head_at_once = head_at_once
         self.epoll = select.epoll()
         self.epoll.register(listener, select.EPOLLIN)
         self.connections: dict[int, Connection] = {}
@@ -236,7 +241,10 @@ class Server:
             usage_at_end=bool(options.get("include_usage")),
             prompt_tokens=self._prompt_tokens(prompt),
         )
-        connection.writes, connection.log, connection.arrival = stream(style, tokens), [], arrival
+        head, connection.writes = stream(style, tokens, head_at_once=self.head_at_once)
+        connection.log, connection.arrival = [], arrival
+        if head:
+            connection.send(head)
         entry = (arrival + self.ttft, connection.socket.fileno(), 0, connection.turn, connection)
         heapq.heappush(self.due, entry)
 
@@ -258,15 +266,17 @@ def main() -> int:
     parser.add_argument("--itl", type=float, default=0.02, help="seconds")
     parser.add_argument("--tokens", type=int, default=200, help="streams to render before the first request")
     parser.add_argument("--prompt-tokens", type=int, default=100, help="what usage says of a prompt of text")
+    parser.add_argument("--head-at-once", action="store_true", help="as vLLM does; else it comes with the first token")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     listener = socket.create_server(("127.0.0.1", options.port), backlog=BACKLOG)
     for is_chat, in_chunks, at_end in product((False, True), repeat=3):
-        stream(Style(is_chat, in_chunks, at_end, options.prompt_tokens), options.tokens)
+        style = Style(is_chat, in_chunks, at_end, options.prompt_tokens)
+        stream(style, options.tokens, head_at_once=options.head_at_once)
     print(listener.getsockname()[1], flush=True)
     # A collection stops every stream; nothing here makes cycles.
     gc.disable()
-    Server(listener, options.ttft, options.itl, options.prompt_tokens).serve()
+    Server(listener, options.ttft, options.itl, options.prompt_tokens, head_at_once=options.head_at_once).serve()
     return 0
 
 

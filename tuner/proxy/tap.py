@@ -178,11 +178,10 @@ class _Passed(web.StreamResponse):
     """An answer whose headers are the server's, with none of aiohttp's own beside what frames it."""
 
     async def _prepare_headers(self) -> None:
-        said = {name.title() for name in self.headers}
+        unsaid = [name for name in ("Content-Type", "Date", "Server") if name not in self.headers]
         await super()._prepare_headers()
-        for name in ("Content-Type", "Date", "Server"):
-            if name not in said:
-                self.headers.pop(name, None)
+        for name in unsaid:
+            self.headers.pop(name, None)
 
 
 class _BrokeOff(Exception):  # noqa: N818 (what happened)
@@ -205,10 +204,11 @@ async def _to_send(request: web.BaseRequest, exchange: Exchange) -> AsyncIterato
     """Return a request's body: as it comes, or at once where it is short, which saves a task and a write."""
     if not request.body_exists:
         return None
-    body = _body(request, exchange)
     if (request.content_length or SHORT + 1) > SHORT:
-        return body
-    return b"".join([part async for part in body])
+        return _body(request, exchange)
+    body = await request.read()
+    exchange.asked(body)
+    return body
 
 
 async def _body(request: web.BaseRequest, exchange: Exchange) -> AsyncIterator[bytes]:
