@@ -21,11 +21,11 @@ from tuner.results import TrialResult
 from tuner.serving import Topology
 from tuner.sinks.runfolder import RunFolder
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.timing, pytest.mark.timeout(900)]  # four times as long beside others
 REPO = Path(__file__).resolve().parents[2]
 SECONDS = 4.0  # twice that on the clock: the study halves the rate
-# On two cores three programs, the client and another test share what one server has elsewhere: the client may be late
-# by a share of 20 s, and no latency is looked at.
+# On two cores three programs and the client share what one server has elsewhere: the client may be late by a share of
+# 20 s, and no latency is looked at.
 PROMISE = ("--slo", "ttft_p99=20s", "--slo", "itl_p99=5s")
 Study = tuple[subprocess.CompletedProcess[str], Path, list[TrialResult]]
 
