@@ -319,6 +319,18 @@ def test_a_trace_of_little_more_than_the_window_has_no_second_one(tmp_path: Path
     assert any("no confirm.jsonl" in words for words in said["transforms"])
 
 
+@pytest.mark.parametrize("flags", [{"time_scale": 0.001}, {"rate_scale": 2.0}, {"time_scale": 0.001, "window": "30s"}])
+def test_a_clock_in_another_unit_is_scaled(tmp_path: Path, flags: dict[str, Any]) -> None:
+    """Milliseconds since 1970 taken for seconds are beyond all limits of a workload until they are rebased."""
+    row = {"input_length": 40, "output_length": 5}
+    stamps = [{**row, "timestamp": 1_700_000_000_000 + 500 * i, "hash_ids": [1, 2, i + 3]} for i in range(200)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stamps))
+    said = imported(tmp_path / "t.jsonl", tmp_path / "w", format="vllm-timed-trace", time_unit="s", **flags)
+
+    assert said["rows_kept"] > 0
+    assert rows_of(tmp_path / "w")[0].arrival < 1
+
+
 def test_hours_that_each_trial_would_replay_are_said(tmp_path: Path) -> None:
     """With the way out; a window is as long as somebody wanted it."""
     (tmp_path / "t.csv").write_text(

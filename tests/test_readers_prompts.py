@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,16 @@ def test_a_batchs_prompts_are_blocks_unless_they_are_to_be_kept(tmp_path: Path) 
     assert (row.input_len, row.block_ids, row.prompt) == (2, (0,), None)
     (row,), _ = read(path, Options(tokenize=letters, rate=2.0, keep_prompts=True))
     assert (row.input_len, row.block_ids, row.prompt) == (2, None, (ord("H"), ord("i")))
+
+
+def test_more_tokens_than_a_row_may_have_are_damage(tmp_path: Path) -> None:
+    """Counted lengths have the limit that recorded ones have."""
+    path = written(tmp_path, jsonl(BATCH))
+
+    with pytest.raises(
+        SpecError, match=re.escape(f"{path}:1: 20,000,0") + r"\d\d tokens, where 10,000,000 are the most"
+    ):
+        read(path, replace(COUNTED, template=20_000_000))
 
 
 def test_custom_prompts_are_kept_as_token_ids(tmp_path: Path) -> None:

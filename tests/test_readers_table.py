@@ -111,6 +111,23 @@ def test_a_column_that_is_needed_is_missed_at_once(tmp_path: Path) -> None:
         seen(path)
 
 
+@pytest.mark.parametrize("row", [" 1.0,a,5", "1.0 , a ,   5", "1.0,a,5 "])
+def test_numbers_may_be_padded(tmp_path: Path, row: str) -> None:
+    """As programs do that write columns of a width."""
+    ((at, name, tokens, *_),), _ = seen(written(tmp_path, f"at,name,tokens\n{row}\n"))
+
+    assert (at, name.strip(), tokens) == (1.0, "a", 5)
+
+
+@pytest.mark.parametrize("name", ["tokens", "session"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, name: str) -> None:
+    """Nobody knows which one is meant."""
+    path = written(tmp_path, f"at,name,tokens,session,{name}\n1,a,5,s,6\n")
+
+    with pytest.raises(SpecError, match=re.escape(f"{path}:1: 2 columns are called '{name}'")):
+        seen(path)
+
+
 def test_a_long_field_is_taken(tmp_path: Path) -> None:
     """Exports hold whole prompts: a quoted field may be longer than the 131,072 letters of Python's csv."""
     name = "a, " * 100_000

@@ -15,7 +15,18 @@ from replay_data import workload
 
 from tuner.errors import SpecError
 from tuner.reuse import ideal_hits
-from tuner.workload import Fingerprint, Request, Workload, check_fits, encoded, load, moved, scale_rate, to_jsonl
+from tuner.workload import (
+    Fingerprint,
+    Request,
+    Workload,
+    check_fits,
+    encoded,
+    load,
+    moved,
+    scale_rate,
+    to_jsonl,
+    trusted,
+)
 
 ROW = {"arrival_s": 0.5, "input_len": 20, "output_len": 3}
 
@@ -57,6 +68,7 @@ def test_a_folder_has_a_window_and_what_is_beside_it(tmp_path: Path) -> None:
         ({**ROW, "output_len": 0}, "output_len must be"),
         ({**ROW, "output_len": True}, "output_len must be"),
         ({**ROW, "speed": 1}, "unknown field `speed`"),
+        ({**ROW, "session.id": "x"}, "Object contains unknown field `session.id`"),
         ({**ROW, "block_ids": [1, 2]}, "block_ids need a block_size"),
         ({**ROW, "block_ids": [1], "block_size": 16}, "1 block ids for 20 tokens, which are 2 blocks of 16"),
         ({**ROW, "block_ids": [1, "2"], "block_size": 16}, "list of whole numbers"),
@@ -130,6 +142,13 @@ def test_what_is_written_is_what_is_read(tmp_path_factory: pytest.TempPathFactor
     path.write_text(to_jsonl(rows), encoding="utf-8")
 
     assert load(path).requests == tuple(sorted(rows, key=lambda row: row.arrival))
+
+
+@given(requests())
+def test_a_row_of_our_own_is_read_without_its_limits(row: Request) -> None:
+    """On a trace's own clock, or longer than anything, it is the same row."""
+    for own in (row, changed(row, arrival=1e18, think_time=1e18, input_len=10**9, prompt=(7, 2**40))):
+        assert trusted(encoded(own)) == own
 
 
 @given(requests(), st.floats(-1e12, 1e12))

@@ -31,7 +31,7 @@ from tuner.readers.spool import Spool
 from tuner.sinks import provenance
 from tuner.sinks.provenance import Provenance
 from tuner.sinks.words import plain
-from tuner.workload import BESIDE, Fingerprint, decoded, encoded, moved
+from tuner.workload import BESIDE, Fingerprint, encoded, moved, trusted
 
 SOURCE = "source.json"
 ROWS = "workload.jsonl"
@@ -273,7 +273,7 @@ def _write(folder: Path, spool: Spool, plan: Plan, time_scale: float) -> tuple[d
 
 
 def _scaled(line: bytes, time_scale: float) -> bytes:
-    row = decoded(line)
+    row = trusted(line)
     if row.think_time is None:
         return line
     return encoded(changed(row, think_time=round(row.think_time * time_scale, 6)))

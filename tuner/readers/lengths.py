@@ -7,7 +7,8 @@ from typing import NamedTuple, Self
 from tuner.readers.blocks import Blocks
 from tuner.readers.chat import Prompt
 from tuner.readers.format import NO_PROMPT, Options
-from tuner.readers.source import Dropped, Tally
+from tuner.readers.source import Damaged, Dropped, Tally
+from tuner.workload import MOST_TOKENS
 
 UNCOUNTED = "no token counts (a tokenizer would count them)"
 NOTHING_TO_COUNT = "no token counts and no text to count"
@@ -67,6 +68,7 @@ class Ruler:
 
         Raises:
             Dropped: there is neither a recorded length nor a way to count, or nothing was asked.
+            Damaged: more tokens were counted than a row may have.
         """
         found = self._measured(prompt, recorded, number)
         if not found.input_len:
@@ -82,7 +84,7 @@ class Ruler:
                 self.tally.note(NOT_HASHED, number)
             return Measured(recorded)
         if recorded is None:
-            recorded = len(tokens) + self._template(prompt, number)
+            recorded = _limited(len(tokens) + self._template(prompt, number))
         elif len(tokens) > recorded or (len(tokens) < recorded and not prompt.is_chat):
             self.tally.note(FITTED, number)
         if self.options.keep_prompts:
@@ -98,13 +100,14 @@ class Ruler:
 
         Raises:
             Dropped: there is neither.
+            Damaged: more tokens were counted than a row may have.
         """
         if recorded is not None:
             return recorded
         tokens = self._tokens(text)
         if tokens is None:
             raise Dropped(UNCOUNTED if text is not None else NOTHING_TO_COUNT)
-        return len(tokens)
+        return _limited(len(tokens))
 
     def _tokens(self, prompt: Prompt | None) -> Sequence[int] | None:
         if prompt is None or prompt.ids:
@@ -118,3 +121,9 @@ class Ruler:
         if prompt.is_chat and not self.options.template:
             self.tally.note(NO_TEMPLATE, number)
         return self.options.template if prompt.is_chat else 0
+
+
+def _limited(count: int) -> int:
+    if count > MOST_TOKENS:
+        raise Damaged(f"{count:,} tokens, where {MOST_TOKENS:,} are the most")
+    return count

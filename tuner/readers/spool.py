@@ -9,7 +9,7 @@ from typing import IO
 import numpy as np
 
 from tuner.transforms import Columns, Ints
-from tuner.workload import FIRST_MARK, Request, decoded, encoded, group_of, relabelled, unused_mark
+from tuner.workload import FIRST_MARK, Request, encoded, group_of, relabelled, trusted, unused_mark
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Spool:
 
     def rows(self, place: Ints, copy: Ints) -> Iterator[Request]:
         """Yield the rows of these lines."""
-        return map(decoded, self.lines(place, copy))
+        return map(trusted, self.lines(place, copy))
 
     def _copied(self, line: bytes, number: int) -> bytes:
-        return encoded(relabelled(decoded(line), number, self.greatest_block + 1, self.mark))
+        return encoded(relabelled(trusted(line), number, self.greatest_block + 1, self.mark))

@@ -40,26 +40,36 @@ def by_csv(
         if first is None:
             return
         try:
-            values = _decoder([name.strip() for name in split(first[1])], columns, wanted)
+            header = _header(first[1], columns, wanted)
         except Damaged as error:
             raise source.refused(first[0], str(error), "the first line names the columns") from error
-        fields = make(options, tally)
+        values, fields = _decoder(header, wanted), make(options, tally)
         yield from taken(lines, lambda line, number: fields(values(line), number), tally)
 
     return read
 
 
-def _decoder(header: Sequence[str], needed: Iterable[str], wanted: Mapping[str, Any]) -> Callable[[bytes], Values]:
-    """Return the function from a line to the values that are wanted.
+def _header(line: bytes, needed: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """Return the names of the columns.
 
     Raises:
-        Damaged: a column that is needed is not there.
+        Damaged: one that is needed is not there, or one that is wanted is there twice.
     """
+    header = [name.strip() for name in split(line)]
     for name in needed:
         if name not in header:
             raise Damaged(f"no column {name!r}; the columns are {', '.join(map(repr, header))[:200]}")
+    for name in wanted:
+        if header.count(name) > 1:
+            raise Damaged(f"{header.count(name)} columns are called {name!r}")
+    return header
+
+
+def _decoder(header: Sequence[str], wanted: Mapping[str, Any]) -> Callable[[bytes], Values]:
+    """Return the function from a line to the values that are wanted."""
     missing = [name for name in wanted if name not in header]
-    types = (*(wanted.get(name, str) for name in header), *(None for _ in missing))
+    nones = [None for _ in missing]
+    types = (*(wanted.get(name, str) for name in header), *nones)
     end = b'"' + b",null" * len(missing) + b"]"
     decode = msgspec.json.Decoder(tuple[types], strict=False).decode  # type: ignore[valid-type]
 
@@ -73,9 +83,13 @@ def _decoder(header: Sequence[str], needed: Iterable[str], wanted: Mapping[str, 
         if len(fields) != len(header):
             raise Damaged(f"{len(fields)} fields, where the header has {len(header)}")
         try:
-            return decode(msgspec.json.encode([*fields, *(None for _ in missing)]))
+            return decode(msgspec.json.encode([*fields, *nones]))
         except msgspec.ValidationError as error:
-            raise Damaged(_named(str(error), header, fields)) from error
+            why = _named(str(error), header, fields)
+        try:  # numbers may be padded
+            return decode(msgspec.json.encode([*(field.strip() for field in fields), *nones]))
+        except msgspec.ValidationError as error:
+            raise Damaged(why) from error
 
     there = [*header, *missing]
     if there == list(wanted):
