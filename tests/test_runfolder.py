@@ -52,12 +52,14 @@ def test_a_damaged_result_is_named(tmp_path: Path) -> None:
         run.read_all()
 
 
-def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
-    """The error lists the runs there are."""
-    RunFolder.create(tmp_path, SPEC)
+def test_what_is_no_run_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error lists the runs there are, beside it and in the present folder's `runs`."""
+    monkeypatch.chdir(tmp_path)
+    RunFolder.create(tmp_path / "elsewhere", SPEC)
+    RunFolder.create(Path("runs"), SPEC)
     with pytest.raises(SpecError, match="not a run folder") as caught:
-        RunFolder.open(tmp_path / "other")
-    assert caught.value.hint == f"there are: {tmp_path / 's'}"
+        RunFolder.open(tmp_path / "elsewhere" / "other")
+    assert caught.value.hint == f"there are: {tmp_path / 'elsewhere' / 's'}, runs/s"
 
 
 def test_a_folder_that_cannot_be_written_is_a_host_error(tmp_path: Path) -> None:
