@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -322,8 +322,7 @@ def _interrupted(folder: RunFolder, results: Sequence[TrialResult]) -> str:
     begun = max((int(p.name) for p in (folder.path / "trials").glob("[0-9]*") if p.name.isdigit()), default=-1)
     if begun <= max((result.number for result in results), default=-1):
         return ""
-    resume = f"{as_typed('tune')} run --resume {shlex.quote(str(folder.path))}"
-    return f"trial {begun} was begun and has no result; unless it is running, go on with: {resume}\n"
+    return f"trial {begun} was begun and has no result; unless it is running, go on with: {_resuming(folder)}\n"
 
 
 def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, as_json: bool) -> int:
@@ -333,15 +332,14 @@ def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, 
     for folder in filter(None, (out, bench_file and bench_file.parent)):
         make_folder(folder)
     ticker = Ticker()
-    try:
-        found = measure.run(asked, ticker, ticker.count)
-    except BaseException:
+    with ExitStack() as unless_measured:
         if out is not None:
-            with suppress(OSError):  # it holds something else
-                out.rmdir()
-        raise
-    finally:
-        ticker.ended()
+            unless_measured.callback(_leave_out, out)
+        try:
+            found = measure.run(asked, ticker, ticker.count)
+        finally:
+            ticker.ended()
+        unless_measured.pop_all()
     if out is not None:
         _keep(found, out)
     if bench_file is not None:
@@ -351,6 +349,12 @@ def replay(asked: measure.Wanted, out: Path | None, bench_file: Path | None, *, 
         text = json.dumps(replayed.to_json(found), indent=1) + "\n" if as_json else rendered(replayed.render(found))
         print(text, end="", flush=True)
     return ExitCode.SLO_NOT_MET if found.slos_met is False else ExitCode.OK
+
+
+def _leave_out(folder: Path) -> None:
+    """Remove a folder in which nothing was written."""
+    with suppress(OSError):  # it holds something else
+        folder.rmdir()
 
 
 def _keep(found: Measurement, out: Path) -> None:

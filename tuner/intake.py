@@ -1,7 +1,7 @@
 """Make a workload of a trace that somebody else recorded: read it once, decide, write what is kept.
 
-Rows go through a file of their own between the two passes, so that of a long trace only
-columns stay in memory (32 bytes a row, and as much again while they are sorted). The file has no name.
+Rows go through a file without a name between the two passes, so that of a long trace only
+columns stay in memory (32 bytes a row, and as much again while they are sorted).
 Order of what is done to them: shrink, length limit, spreading, time scale, rate, window.
 """
 

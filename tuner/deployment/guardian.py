@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -50,11 +50,10 @@ class Guardian(AbstractContextManager["Guardian"]):
             cwd=IMPORT_ROOT,
             start_new_session=True,  # Ctrl-C and the terminal's hang-up are not meant for it
         )
-        try:
+        with ExitStack() as unless_ready:
+            unless_ready.callback(self._close)
             self._await_ready()
-        except BaseException:
-            self._close()
-            raise
+            unless_ready.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -45,9 +45,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             Path(name).chmod(0o644)
             Path(name).replace(path)
             _sync(path.parent)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        finally:
+            Path(name).unlink(missing_ok=True)  # it has its own name now, unless something went wrong
     except OSError as error:
         raise HostError(
             f"{path}: cannot be written: {error.strerror}", hint="is the disk full or read-only?"

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -60,12 +60,11 @@ class Writer:
             HostError: another tune writes to it.
         """
         self._thread.start()
-        try:
+        with ExitStack() as unless_claimed:
+            unless_claimed.callback(self._leave)
             with storage.answering(self._url):
                 self._claim()
-        except BaseException:
-            self._leave()
-            raise
+            unless_claimed.pop_all()
         return self
 
     def __exit__(
