@@ -177,13 +177,14 @@ def test_repeats_are_kept_apart_and_told_as_their_median(tmp_path: Path, capsys:
 
 
 def test_nobody_at_the_url_exits_4_before_the_clock_starts(tmp_path: Path) -> None:
-    """One line that says where nobody answers."""
+    """One line that says where nobody answers; no empty folder is left."""
     write_rows(tmp_path)
-    ended = tune(tmp_path, "rows.jsonl", "--url", f"http://127.0.0.1:{free_port()}")
+    ended = tune(tmp_path, "rows.jsonl", "--url", f"http://127.0.0.1:{free_port()}", "-o", "out")
 
     assert (ended.returncode, ended.stdout) == (4, "")
     assert "nobody answers" in ended.stderr
     assert "warm-up" not in ended.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_replay_that_says_nothing_exits_4_with_the_reason(tmp_path: Path) -> None:
